@@ -296,8 +296,7 @@ def _program_lines(
             f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares "
             f"memory (--path shm), not {rank}"
         )
-    call = _ProgramArgs(query.collective, rank, n, query.elements, query.itemsize, chosen.root)
-    about, program = _program(call, algorithm, is_demanded=is_demanded)
+    about, program = _program(query, rank, chosen.root, algorithm, is_demanded=is_demanded)
     shown = program_text(program, None if chosen.full else _INSTRUCTIONS).splitlines()
     return [
         "",
@@ -357,19 +356,11 @@ def _itemsize(name: str) -> int:
     return int(digits) // 8 if digits else 1
 
 
-class _ProgramArgs(NamedTuple):
-    """A call whose program is shown; `elements` are those of the vector, or of each block."""
-
-    collective: str
-    rank: int
-    size: int
-    elements: int
-    itemsize: int
-    root: int
-
-
-def _program(call: _ProgramArgs, algorithm: str, *, is_demanded: bool) -> tuple[str, Program]:
-    collective, rank, size, count, itemsize, root = call
+def _program(
+    query: _PlanQuery, rank: int, root: int, algorithm: str, *, is_demanded: bool
+) -> tuple[str, Program]:
+    """Return the program of a rank, and what to say about it."""
+    collective, size, count, itemsize = query[:4]
     if folds_vectors(collective, algorithm):
         ends = ResultPlacement(collective, root)
         if is_direct(count * itemsize, size) or not count:
@@ -378,13 +369,13 @@ def _program(call: _ProgramArgs, algorithm: str, *, is_demanded: bool) -> tuple[
         program = lower_reduce(rank, size, count, cells, BufferPlacement(), block, ends)
         return ", of ordinary arrays, with the C extension", program
     if collective in _MOVED and not is_demanded:
-        return _move(call)
+        return _move(query, rank, root)
     rounds = publications(build_all(collective, algorithm, size, count=count, root=root), rank)
     return "", lower_rounds(rounds, rank, SEGMENT_BYTES // itemsize, SMALL_BYTES // itemsize)
 
 
-def _move(call: _ProgramArgs) -> tuple[str, Program]:
-    collective, rank, size, count, itemsize, root = call
+def _move(query: _PlanQuery, rank: int, root: int) -> tuple[str, Program]:
+    collective, size, count, itemsize = query[:4]
     has_block_each = collective in ("reduce_scatter", "all_to_all")  # one block for each peer
     is_root = collective == "broadcast" and rank == root
     peers = [peer for peer in range(size) if peer != rank]

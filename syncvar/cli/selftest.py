@@ -97,43 +97,41 @@ def different_array(wanted: NDArray[Any]) -> NDArray[Any]:
 
 def count_wrong(got: Any, wanted: Any) -> int:
     """Return the number of wrong elements; all, at least one, if shape or dtype is wrong."""
-    if wanted is None:
-        return 0 if got is None else 1
-    if isinstance(wanted, list | tuple):
-        if not isinstance(got, list | tuple) or len(got) != len(wanted):
-            return max(1, sum(int(one.size) for one in wanted))
-        return sum(count_wrong(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
-    if not isinstance(got, np.ndarray) or got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return max(1, int(wanted.size))
-    return int(np.count_nonzero(got != wanted))
+    return _compared(got, wanted)[0]
 
 
 def first_wrong(got: Any, wanted: Any) -> str:
     """Describe the first difference of two results; "" if there is none."""
+    return _compared(got, wanted)[1]
+
+
+def _compared(  # noqa: PLR0911  (one for each kind of difference)
+    got: Any, wanted: Any
+) -> tuple[int, str]:
+    """Return the number of wrong elements, and the first difference in words."""
     if wanted is None:
-        return "" if got is None else f"a {type(got).__name__} instead of None"
+        return (0, "") if got is None else (1, f"a {type(got).__name__} instead of None")
     if isinstance(wanted, list | tuple):
-        return _first_wrong_array(got, wanted)
+        everything = max(1, sum(int(one.size) for one in wanted))
+        if not isinstance(got, list | tuple):
+            return everything, f"a {type(got).__name__} instead of {len(wanted)} arrays"
+        if len(got) != len(wanted):
+            return everything, f"{len(got)} arrays instead of {len(wanted)}"
+        each = [_compared(mine, theirs) for mine, theirs in zip(got, wanted, strict=True)]
+        texts = (f"array {index}: {text}" for index, (_, text) in enumerate(each) if text)
+        return sum(count for count, _ in each), next(texts, "")
     if not isinstance(got, np.ndarray):
-        return f"a {type(got).__name__} instead of an array"
+        return max(1, int(wanted.size)), f"a {type(got).__name__} instead of an array"
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return f"{got.dtype}{list(got.shape)} instead of {wanted.dtype}{list(wanted.shape)}"
+        shapes = f"{got.dtype}{list(got.shape)} instead of {wanted.dtype}{list(wanted.shape)}"
+        return max(1, int(wanted.size)), shapes
     indexes = np.argwhere(got != wanted)
     if not len(indexes):
-        return ""
+        return 0, ""
     where = tuple(int(one) for one in indexes[0])
     shown = where[0] if len(where) == 1 else where
     more = f" ({len(indexes)} of {wanted.size} are wrong)" if len(indexes) > 1 else ""
-    return f"index {shown} is {got[where]} instead of {wanted[where]}{more}"
-
-
-def _first_wrong_array(got: Any, wanted: Sequence[Any]) -> str:
-    if not isinstance(got, list | tuple):
-        return f"a {type(got).__name__} instead of {len(wanted)} arrays"
-    if len(got) != len(wanted):
-        return f"{len(got)} arrays instead of {len(wanted)}"
-    found = (first_wrong(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
-    return next((f"array {index}: {one}" for index, one in enumerate(found) if one), "")
+    return len(indexes), f"index {shown} is {got[where]} instead of {wanted[where]}{more}"
 
 
 def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[str], bool]:

@@ -58,10 +58,10 @@ class Case(NamedTuple):
     objects: tuple[Any, ...] = ()  # input of each rank, of a collective of objects
 
     def part(self, rank: int) -> Any:
-        """Return a rank's input: a new array, or its object."""
+        """Return a rank's input, counting in a ring: a new array, or its object."""
         if self.objects:
             return self.objects[rank]
-        return np.resize(_pattern(self.dtype, self.op, rank, self.size), self.shape)
+        return np.resize(_pattern(self.dtype, self.op, rank % self.size, self.size), self.shape)
 
     def parts(self) -> list[Any]:
         """Return the inputs of all ranks."""
@@ -129,7 +129,7 @@ def _combined(dtype: str, op: str, stop: int, size: int) -> Any:
         return np.take_along_axis(wide, at[None], axis=0)[0].astype(kind), at
     if not parts:
         is_float = op == "mean" and kind.kind in "iu"
-        return np.full(PERIOD, _identity(op, kind), np.float64 if is_float else kind)
+        return np.full(PERIOD, _identity(op, kind)).astype(np.float64 if is_float else kind)
     if kind.kind in "fV":
         parts = [one.astype(np.float64) for one in parts]
     elif kind.kind == "c":
@@ -154,9 +154,7 @@ def _identity(op: str, kind: np.dtype[Any]) -> Any:
             limits = np.iinfo(kind)
             return limits.max if op == "min" else limits.min
         return np.inf if op == "min" else -np.inf
-    if op == "and":
-        return np.True_ if kind.kind == "b" else ~kind.type(0)
-    return 1 if op == "prod" else 0
+    return _FOLDS[op].identity
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -317,7 +315,7 @@ register(
         gives="send: an array for one rank; send_object: plain data",
         gets="recv: the array of one rank; recv_object: its object",
         cost="one copy into shared memory and one out; over links two frames",
-        wanted=lambda case: case.part((case.rank - 1) % case.size),
+        wanted=lambda case: case.part(case.rank - 1),
         own_bus="1",
         arguments=lambda case, x: (case, x),
         run=_ring,

@@ -267,36 +267,22 @@ def gather(  # noqa: PLR0913  (public signature)
 
 
 def _rooted_request(
-    communicator: Communicator,
-    x: Any,
-    out: Any,
-    root: int,
-    axis: int,
-    algorithm: str | None,
-    *,
-    keep: bool,
+    communicator: Communicator, x: Any, out: Any, root: int, *rest: Any, keep: bool
 ) -> TransferArgs:
-    rest = (axis, algorithm)
     return gather_request(communicator, x, out, *rest, keep=keep, name="gather", root=root)
 
 
 register(
     Collective(
-        (all_gather,),
-        CollectiveKind.MOVE,
-        gives="an array; lengths may differ",
+        (all_gather,), CollectiveKind.MOVE, gives="an array; lengths may differ",
         gets="all ranks' arrays, joined in rank order",
         cost="one direct copy of each block; over links n-1 rounds, (n-1)/n of the result sent",
-        wanted=lambda case: np.concatenate(case.parts()),
-        layout="blocks",
+        wanted=lambda case: np.concatenate(case.parts()), layout="blocks",
     ),
     Collective(
-        (gather,),
-        CollectiveKind.MOVE,
-        gives="an array; lengths may differ",
+        (gather,), CollectiveKind.MOVE, gives="an array; lengths may differ",
         gets="root: all ranks' arrays, joined in rank order; others: None",
         cost="one direct copy of each block; over links each block once to the root",
-        wanted=lambda case: case.at_root(np.concatenate(case.parts())),
-        layout="blocks",
+        wanted=lambda case: case.at_root(np.concatenate(case.parts())), layout="blocks",
     ),
-)
+)  # fmt: skip

@@ -428,39 +428,26 @@ def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ..
 
 register(
     Collective(
-        (reduce,),
-        CollectiveKind.REDUCE,
-        gives="an array",
+        (reduce,), CollectiveKind.REDUCE, gives="an array",
         gets="root: the combination of all ranks' arrays; others: None",
         cost="one round; over links ceil(log2 n) rounds of the array",
-        wanted=lambda case: case.at_root(case.combined()),
-        in_place=True,
+        wanted=lambda case: case.at_root(case.combined()), in_place=True,
     ),
     Collective(
-        (reduce_scatter,),
-        CollectiveKind.REDUCE,
-        gives="an array",
+        (reduce_scatter,), CollectiveKind.REDUCE, gives="an array",
         gets="rank r: piece r of the combination, cut along axis 0",
         cost="one round; over links n-1 rounds, (n-1)/n of the array sent",
-        wanted=lambda case: case.piece(case.combined()),
-        layout="cut",
+        wanted=lambda case: case.piece(case.combined()), layout="cut",
     ),
     Collective(
-        (scan,),
-        CollectiveKind.REDUCE,
-        gives="an array",
+        (scan,), CollectiveKind.REDUCE, gives="an array",
         gets="rank r: the combination of ranks 0 to r",
         cost="one round; over links ceil(log2 n) rounds of the array",
-        wanted=lambda case: case.combined(case.rank + 1),
-        in_place=True,
+        wanted=lambda case: case.combined(case.rank + 1), in_place=True,
     ),
     Collective(
-        (exscan,),
-        CollectiveKind.REDUCE,
-        gives="an array",
+        (exscan,), CollectiveKind.REDUCE, gives="an array",
         gets="rank r: the combination of ranks 0 to r-1; rank 0: the op's identity",
-        cost="as `scan`",
-        wanted=lambda case: case.combined(case.rank),
-        in_place=True,
+        cost="as `scan`", wanted=lambda case: case.combined(case.rank), in_place=True,
     ),
-)
+)  # fmt: skip

@@ -384,22 +384,15 @@ def _exchanged(
 
 register(
     Collective(
-        (scatter,),
-        CollectiveKind.MOVE,
-        gives="root: n arrays, or one to be cut along axis 0; others: None",
-        gets="rank r: array r",
+        (scatter,), CollectiveKind.MOVE,
+        gives="root: n arrays, or one to be cut along axis 0; others: None", gets="rank r: array r",
         cost="one direct copy of each part; over links each part once from the root",
-        wanted=lambda case: case.piece(case.part(case.root)),
-        layout="cut",
-        from_root=True,
+        wanted=lambda case: case.piece(case.part(case.root)), layout="cut", from_root=True,
     ),
     Collective(
-        (all_to_all,),
-        CollectiveKind.MOVE,
-        gives="n arrays, or one to be cut along axis 0",
+        (all_to_all,), CollectiveKind.MOVE, gives="n arrays, or one to be cut along axis 0",
         gets="rank r: array r of each rank, a list",
         cost="one direct copy of each part; over links n-1 rounds, each part once",
-        wanted=lambda case: [case.piece(part) for part in case.parts()],
-        layout="cut",
+        wanted=lambda case: [case.piece(part) for part in case.parts()], layout="cut",
     ),
-)
+)  # fmt: skip
