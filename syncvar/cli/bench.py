@@ -26,7 +26,7 @@ from syncvar.bootstrap.process import current
 from syncvar.cli.bench_options import make_plan, parse_arguments
 from syncvar.cli.bench_table import SHOWN, Row, draw, header, line, rate, summary
 from syncvar.cli.plan import LINKS, SHM, predicted_seconds
-from syncvar.cli.selftest import count_wrong, different_array
+from syncvar.cli.selftest import compare_results, different_array
 from syncvar.cli.start_workers import is_launched, start_workers
 from syncvar.collectives.collective_registry import Case
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
@@ -142,7 +142,7 @@ class Model:
 
     def _itemsize(self, case: Case) -> int:
         kind = dtype_from_index(DTYPE_NAMES.index(case.dtype))
-        if self.collective.has_op:
+        if self.collective.takes("op"):
             return int(reduction(case.op, kind).accumulate.itemsize)
         return int(kind.itemsize)
 
@@ -248,8 +248,8 @@ def work(chosen: argparse.Namespace) -> int:
 
 def _kind(plan: BenchPlan, case: Case) -> str:
     """Return the properties that the cases of a group share."""
-    op = f" {case.op}" if plan.collective.has_op else ""
-    return f"{case.dtype}{op}{f' root {case.root}' if plan.collective.has_root else ''}"
+    op = f" {case.op}" if plan.collective.takes("op") else ""
+    return f"{case.dtype}{op}{f' root {case.root}' if plan.collective.takes('root') else ''}"
 
 
 class _Measuring:
@@ -283,7 +283,7 @@ class _Measuring:
         """Yield the cases, in groups that differ only in size."""
         collective, plan = self.collective, self.plan
         roots = [0 if plan.roots == "all" else int(plan.roots)]
-        if plan.roots == "all" and collective.has_root:
+        if plan.roots == "all" and collective.takes("root"):
             roots = list(range(self.size))
         for dtype, op in plan.kinds:
             dtype = "uint8" if dtype == "-" else dtype  # noqa: PLW2901
@@ -309,8 +309,8 @@ class _Measuring:
             size=total * _itemsize(case.dtype),
             count=count,
             type=case.dtype if collective.has_arrays else "-",
-            redop=case.op if collective.has_op else "none",
-            root=case.root if collective.has_root else -1,
+            redop=case.op if collective.takes("op") else "none",
+            root=case.root if collective.takes("root") else -1,
             out_of_place=self._half(case, wanted, in_place=False),
             in_place=self._half(case, wanted, in_place=True) if can else None,
         )
@@ -337,7 +337,7 @@ class _Measuring:
             elif out is not None:
                 out[...] = different_array(wanted)
             sv.barrier()
-            wrong += count_wrong(finished(), wanted)
+            wrong += compare_results(finished(), wanted)[0]
         if keep is not None:
             x[...] = 0  # each call reduces the result of the one before
         for _ in range(chosen.warmup_iters):
@@ -345,7 +345,7 @@ class _Measuring:
         iterations = self.plan.iterations or self._enough(finished)
         seconds, last = self._timed(call, iterations)
         if checked and not in_place:
-            wrong += count_wrong(last, wanted)
+            wrong += compare_results(last, wanted)[0]
         every = sv.all_gather_object([seconds / iterations / chosen.agg_iters, wrong])
         wrong = sum(one[1] for one in every)
         nbytes = collective.total(case) * _itemsize(case.dtype)

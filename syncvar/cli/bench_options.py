@@ -128,7 +128,7 @@ def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[
             )
     if not collective.has_arrays:
         return [("-", "")]
-    if not collective.has_op:
+    if not collective.takes("op"):
         return [(dtype, "") for dtype in wanted]
     kinds = []
     for dtype in wanted:

@@ -127,7 +127,7 @@ def _algorithms(one: Collective) -> str:
 def _notes() -> list[str]:
     """Return the legend of the table, and the dtypes of each op."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    reducing = next(one for one in available() if one.has_op)
+    reducing = next(one for one in available() if one.takes("op"))
     for op in OPS:
         supported = tuple(dtype for dtype in DTYPE_NAMES if op in ops_of(reducing, dtype))
         rows.setdefault(supported, []).append(f"`{op}`")

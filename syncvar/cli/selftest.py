@@ -95,20 +95,13 @@ def different_array(wanted: NDArray[Any]) -> NDArray[Any]:
     return np.asarray((wanted == 0).astype(wanted.dtype))
 
 
-def count_wrong(got: Any, wanted: Any) -> int:
-    """Return the number of wrong elements; all, at least one, if shape or dtype is wrong."""
-    return _compared(got, wanted)[0]
-
-
-def first_wrong(got: Any, wanted: Any) -> str:
-    """Describe the first difference of two results; "" if there is none."""
-    return _compared(got, wanted)[1]
-
-
-def _compared(  # noqa: PLR0911  (one for each kind of difference)
+def compare_results(  # noqa: PLR0911  (one for each kind of difference)
     got: Any, wanted: Any
 ) -> tuple[int, str]:
-    """Return the number of wrong elements, and the first difference in words."""
+    """Return the number of wrong elements, and the first difference in words; (0, "") for none.
+
+    If a shape or a dtype is wrong, all elements count, at least one.
+    """
     if wanted is None:
         return (0, "") if got is None else (1, f"a {type(got).__name__} instead of None")
     if isinstance(wanted, list | tuple):
@@ -117,7 +110,7 @@ def _compared(  # noqa: PLR0911  (one for each kind of difference)
             return everything, f"a {type(got).__name__} instead of {len(wanted)} arrays"
         if len(got) != len(wanted):
             return everything, f"{len(got)} arrays instead of {len(wanted)}"
-        each = [_compared(mine, theirs) for mine, theirs in zip(got, wanted, strict=True)]
+        each = [compare_results(mine, theirs) for mine, theirs in zip(got, wanted, strict=True)]
         texts = (f"array {index}: {text}" for index, (_, text) in enumerate(each) if text)
         return sum(count for count, _ in each), next(texts, "")
     if not isinstance(got, np.ndarray):
@@ -237,12 +230,12 @@ def _proves(one: Collective) -> str:
     if one.name == "send_recv" and size == 1:
         return "not called: it needs two ranks"
     if one.kind is CollectiveKind.OBJECT:
-        roots = ", every root" * one.has_root
+        roots = ", every root" * one.takes("root")
         return f"{one.gets}; {len(_objects(0))} types of plain data{roots}"
     words = [one.gets, f"{len(DTYPE_NAMES)} dtypes"]
-    if one.has_op:
+    if one.takes("op"):
         words.append(f"{len({op for dtype in DTYPE_NAMES for op in ops_of(one, dtype)})} ops")
-    if one.has_root:
+    if one.takes("root"):
         words.append("every root")
     ways = ["out="] * (one.takes("out") and one.name != "all_to_all")
     ways += ["in place"] * one.in_place
@@ -276,13 +269,13 @@ def _test_arrays(one: Collective, outcome: SelfTestResult) -> None:
     shapes = [(length,) for length in _counts(size)] + [_matrix(size)]
     number = count()
     for dtype in DTYPE_NAMES:
-        ops = ops_of(one, dtype) if one.has_op else ("",)
+        ops = ops_of(one, dtype) if one.takes("op") else ("",)
         for op, shape in product(ops, shapes):
             root = next(number) % size
             case = Case(sv.rank(), size, shape, dtype, op or "sum", root)
             for way, got in _ways(one, case, is_first=op == ops[0]):
                 title = f"{dtype}{f', {op}' if op else ''}, {_shape_text(shape)}"
-                title += f", root {root}" * one.has_root + way
+                title += f", root {root}" * one.takes("root") + way
                 _judge(outcome, title, got, case, one)
     _test_places(one, outcome)
 
@@ -347,7 +340,7 @@ def _unchanged(one: Collective, case: Case, x: Any) -> Any:
     """Make the call, and check that it does not change its input."""
     before = None if x is None else x.copy()
     result = one.bound(case, x)()
-    changed = "" if x is None else first_wrong(x, before)
+    changed = "" if x is None else compare_results(x, before)[1]
     if changed:
         raise AssertionError(f"the call changed its input: {changed}")
     return result
@@ -358,7 +351,7 @@ def _judge(
 ) -> None:
     outcome.calls += 1
     try:
-        words = first_wrong(call(), one.wanted(case))
+        words = compare_results(call(), one.wanted(case))[1]
     except TransportError as error:
         _fail(outcome, case.rank, f"{one.name}: {title}: {type(error).__name__}: {error}")
         raise

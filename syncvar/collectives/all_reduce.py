@@ -284,12 +284,9 @@ def agreement_request(
 
 register(
     Collective(
-        (all_reduce,),
-        CollectiveKind.REDUCE,
-        gives="an array",
+        (all_reduce,), CollectiveKind.REDUCE, gives="an array",
         gets="the combination of all ranks' arrays",
         cost="one or two rounds; over links 2(n-1) rounds, 2(n-1)/n of the array sent",
-        wanted=lambda case: case.combined(),
-        in_place=True,
+        wanted=lambda case: case.combined(), in_place=True,
     )
-)
+)  # fmt: skip

@@ -216,13 +216,9 @@ def _structure_body(
 
 register(
     Collective(
-        (broadcast,),
-        CollectiveKind.MOVE,
-        gives="root: an array; others: None, or one of that shape",
-        gets="the root's array",
+        (broadcast,), CollectiveKind.MOVE,
+        gives="root: an array; others: None, or one of that shape", gets="the root's array",
         cost="one direct copy; over links ceil(log2 n) rounds of the array",
-        wanted=lambda case: case.part(case.root),
-        from_root=True,
-        in_place=True,
+        wanted=lambda case: case.part(case.root), from_root=True, in_place=True,
     )
-)
+)  # fmt: skip

@@ -209,16 +209,6 @@ class Collective(NamedTuple):
         return SCHEDULES[self.name].bus if self.name in SCHEDULES else self.own_bus
 
     @property
-    def has_op(self) -> bool:
-        """Whether it has an op."""
-        return self.takes("op")
-
-    @property
-    def has_root(self) -> bool:
-        """Whether it has a root."""
-        return self.takes("root")
-
-    @property
     def has_arrays(self) -> bool:
         """Whether it moves arrays."""
         return self.kind not in (CollectiveKind.OBJECT, CollectiveKind.WAIT)
@@ -247,8 +237,8 @@ class Collective(NamedTuple):
 
     def bound(self, case: Case, x: Any, **options: Any) -> partial[Any]:
         """Return the call as a function without arguments."""
-        root = {"root": case.root} if self.has_root else {}
-        op = (case.op,) if self.has_op else ()
+        root = {"root": case.root} if self.takes("root") else {}
+        op = (case.op,) if self.takes("op") else ()
         function = self.run or self.functions[0]
         return partial(function, *self.arguments(case, x), *op, **root, **options)
 
@@ -286,7 +276,7 @@ def ops_of(collective: Collective, dtype: str) -> tuple[str, ...]:
     """Return the ops that a collective supports for a dtype."""
     kind = _dtype(dtype)
     supported = []
-    for op in collective.ops if collective.has_op else ():
+    for op in collective.ops if collective.takes("op") else ():
         try:
             found = reduction(op, kind)
             if collective.name == "exscan":

@@ -468,15 +468,10 @@ def _total(
 
 register(
     Collective(
-        (all_reduce_shards,),
-        CollectiveKind.REDUCE,
-        gives="arrays by id, any of the ids 0 to m-1",
+        (all_reduce_shards,), CollectiveKind.REDUCE, gives="arrays by id, any of the ids 0 to m-1",
         gets="the combination of the m arrays",
         cost="an exchange of ids, then two rounds: partial sums, results",
-        wanted=lambda case: case.combined(),
-        schedules=("all_to_all", "all_gather"),
-        own_bus="2(n-1)/n",
-        ops=_OPS,
-        arguments=lambda case, x: ({case.size - 1 - case.rank: x},),
+        wanted=lambda case: case.combined(), schedules=("all_to_all", "all_gather"),
+        own_bus="2(n-1)/n", ops=_OPS, arguments=lambda case, x: ({case.size - 1 - case.rank: x},),
     )
-)
+)  # fmt: skip

@@ -44,7 +44,9 @@ def registered(case, ops):
     for one in available():
         if not one.has_arrays or (one.kind is CollectiveKind.MESSAGE and case.size == 1):
             continue
-        for op in [op for op in ops if op in ops_of(one, case.dtype)] if one.has_op else ["sum"]:
+        for op in (
+            [op for op in ops if op in ops_of(one, case.dtype)] if one.takes("op") else ["sum"]
+        ):
             turn = case._replace(op=op)
             got, wanted = one.bound(turn, one.contribution(turn))(), one.wanted(turn)
             if wanted is None:

@@ -13,9 +13,8 @@ from syncvar.algorithms.builders import SCHEDULES, Combination
 from syncvar.cli.printed_tables import signature_of
 from syncvar.cli.selftest import (
     SelfTestResult,
-    count_wrong,
+    compare_results,
     different_array,
-    first_wrong,
     outcome_lines,
 )
 from syncvar.collectives.collective_registry import (
@@ -58,10 +57,10 @@ def test_a_record_is_complete(one):
     assert set(one.schedules) <= set(SCHEDULES), "a key of the registry of schedules"
     assert bool(one.schedules) != (one.name in SCHEDULES) or one.kind is CollectiveKind.MESSAGE
     assert all(signature_of(name).startswith(f"{name}(") for name in one.names)
-    assert one.has_op == (one.kind is CollectiveKind.REDUCE)
+    assert one.takes("op") == (one.kind is CollectiveKind.REDUCE)
     if one.name in SCHEDULES:
-        assert one.has_op == (SCHEDULES[one.name].combines is not Combination.NONE)
-        assert one.has_root == SCHEDULES[one.name].has_root
+        assert one.takes("op") == (SCHEDULES[one.name].combines is not Combination.NONE)
+        assert one.takes("root") == SCHEDULES[one.name].has_root
 
 
 def test_only_the_header_round_has_schedules_and_no_function():
@@ -153,7 +152,7 @@ def test_pieces_are_those_of_the_collectives():
 def test_a_spoiled_array_has_nothing_right(dtype):
     case = Case(0, 2, (PERIOD,), dtype, "max" if dtype == "bool" else "sum")
     wanted = case.part(0)
-    assert count_wrong(different_array(wanted), wanted) == wanted.size
+    assert compare_results(different_array(wanted), wanted)[0] == wanted.size
 
 
 RIGHT = np.array([[1.0, 2.0], [3.0, 4.0]])
@@ -179,8 +178,9 @@ RIGHT = np.array([[1.0, 2.0], [3.0, 4.0]])
     ],
 )
 def test_what_is_wrong_is_found_and_counted(got, wanted, words, wrong):
-    assert re.match(words or "$", first_wrong(got, wanted))
-    assert count_wrong(got, wanted) == wrong
+    count, text = compare_results(got, wanted)
+    assert re.match(words or "$", text)
+    assert count == wrong
 
 
 def test_the_lines_of_the_test():
