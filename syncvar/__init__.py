@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.broadcast import broadcast
     from syncvar.collectives.gather import all_gather, gather
     from syncvar.collectives.groups import Group, Mesh, mesh, new_group
-    from syncvar.collectives.neighbor import neighbor_all_gather
+    from syncvar.collectives.neighbor import neighbor_all_gather, neighbor_all_to_all
     from syncvar.collectives.object_collectives import (
         all_gather_object,
         broadcast_object,
@@ -122,7 +122,7 @@ _HOMES = {
     "syncvar.collectives.broadcast": ("broadcast",),
     "syncvar.collectives.persistent": ("PersistentCollective", "persistent"),
     "syncvar.collectives.groups": ("Group", "Mesh", "mesh", "new_group"),
-    "syncvar.collectives.neighbor": ("neighbor_all_gather",),
+    "syncvar.collectives.neighbor": ("neighbor_all_gather", "neighbor_all_to_all"),
     "syncvar.collectives.object_collectives": (
         "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
     ),
@@ -190,10 +190,11 @@ __all__ = [
     "check_equal", "data", "empty", "engines", "exscan", "gather", "gather_object",
     "get_replica_context", "get_strategy", "has_strategy", "host_count", "host_index",
     "in_cross_replica_context", "init", "is_initialized", "load", "local_rank", "local_world_size",
-    "mesh", "neighbor_all_gather", "new_group", "optimizers", "partitioners", "persistent", "rank",
-    "recv", "recv_object", "reduce", "reduce_scatter", "register_op", "restart_count", "run",
-    "save", "scan", "scatter", "scatter_object", "send", "send_object", "sendrecv", "shared_array",
-    "shutdown", "tree_sum", "uneven", "wait_all", "wait_any", "world_size", "zeros",
+    "mesh", "neighbor_all_gather", "neighbor_all_to_all", "new_group", "optimizers", "partitioners",
+    "persistent", "rank", "recv", "recv_object", "reduce", "reduce_scatter", "register_op",
+    "restart_count", "run", "save", "scan", "scatter", "scatter_object", "send", "send_object",
+    "sendrecv", "shared_array", "shutdown", "tree_sum", "uneven", "wait_all", "wait_any",
+    "world_size", "zeros",
 ]  # fmt: skip
 
 

@@ -75,6 +75,53 @@ def neighbor_all_gather(
     )
 
 
+def neighbor_all_to_all(
+    x: Any,
+    mesh: Mesh,
+    periodic: bool | tuple[bool, ...] = False,  # noqa: FBT001, FBT002  (public signature)
+    *,
+    out: Any = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> Any:
+    """Send block i to neighbour i in a mesh, and receive block i from neighbour i.
+
+    What a rank sends at +1 along an axis is the block of the receiver's neighbour at -1, also if
+    both neighbours are one rank.
+
+    Args:
+        x: Array of shape `(2 * axes, ...)`, of one shape and dtype on all ranks. For each axis it
+            has the block for the neighbour at -1, then the one for +1.
+        mesh: Mesh of the ranks, from `sv.mesh`.
+        periodic: Whether each axis is a ring; a tuple has a value for each axis.
+        out: Array of the shape and dtype of `x` to write to; it may be `x`.
+        async_op, timeout: See `syncvar.collectives`.
+
+    Returns:
+        An array like `x`. Without a neighbour a block keeps what `out` holds; without `out` it
+        is 0.
+
+    Raises:
+        MismatchError: Shapes or dtypes differ between ranks.
+        ConfigError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
+
+    Cost: as `neighbor_all_gather`.
+    Order: nothing is combined.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.neighbor_all_to_all(np.array([1, 2]), sv.mesh((1,)), periodic=True)
+        array([2, 1])
+
+    Source: MPI 4.1, section 8.6 (`MPI_Neighbor_alltoall`).
+    """
+    rest = (mesh, periodic, "neighbor_all_to_all")
+    return make_call(
+        neighbor_all_to_all, uncacheable, _request, x, out, None, async_op, timeout, _foreign, rest
+    )
+
+
 def neighbors(
     shape: tuple[int, ...], periodic: tuple[bool, ...], rank: int
 ) -> tuple[int | None, ...]:
@@ -119,16 +166,23 @@ def _request(  # noqa: PLR0913  (the arguments of two public calls)
     rings = _checked_rings(mesh, periodic, communicator.size)
     array = as_array(x).copy() if keep else as_array(x)
     array_record(array)  # raises for too many dimensions
-    slots = 2 * len(rings)
+    slots, is_gather = 2 * len(rings), name == "neighbor_all_gather"
+    if not is_gather and array.shape[:1] != (slots,):
+        raise ConfigError(
+            f"{name} needs an array with a block for each of {slots} neighbours along axis 0, "
+            f"not one of shape {array.shape}"
+        )
+    blocks = [array] * slots if is_gather else [array[slot, ...] for slot in range(slots)]
+    shape, dtype, layout = blocks[0].shape, array.dtype, None
     if out is not None:
-        checked_output(out, (slots, *array.shape), array.dtype)
+        checked_output(out, (slots, *shape), dtype)
     tables = [neighbors(mesh.shape, rings, rank) for rank in range(communicator.size)]
-    call = _NeighborCall(communicator, name, [array] * slots, tables, out)
-    shape, dtype, layout = call.blocks[0].shape, array.dtype, None
+    published = 1 if is_gather else slots
+    call = _NeighborCall(communicator, name, blocks, published, tables, out)
     if moves(communicator, "all_to_all"):
-        takes = tuple((peer, 0) for _, peer in call.others())
+        takes = tuple((peer, 0 if is_gather else slot ^ 1) for slot, peer in call.others())
         detail = detail_of(dtype, shape)
-        layout = TransferLayout(detail, dtype, shape, 1, takes, most_takes=slots)
+        layout = TransferLayout(detail, dtype, shape, published, takes, most_takes=slots)
     fields = CallFields(name, dtype=dtype.name, shape=array.shape, elements=array.size)
     return TransferArgs(
         CallLabel(f"{name}({dtype.name}, mesh {mesh.shape}, periodic {rings})", fields),
@@ -146,6 +200,7 @@ class _NeighborCall(NamedTuple):
     communicator: Communicator
     name: str
     blocks: list[NDArray[Any]]  # for each neighbour of this rank, all of one shape
+    published: int  # number of different blocks: all, or 1
     tables: list[tuple[int | None, ...]]  # the neighbours of each rank
     out: NDArray[Any] | None
 
@@ -169,9 +224,9 @@ class _NeighborCall(NamedTuple):
 
     def arrange(self) -> Blocks:
         """Return the arrays of a call in shared memory."""
-        output, block = self.buffer(), self.blocks[0]
-        targets = [output[slot : slot + 1].reshape(block.shape) for slot, _ in self.others()]
-        return Blocks(output, [block], targets)
+        output = self.buffer()
+        targets = [output[slot, ...] for slot, _ in self.others()]
+        return Blocks(output, self.blocks[: self.published], targets)
 
     def general(self) -> Generator[Stage, None, Any]:
         """Yield the stages over links: a header round, then an all-to-all among neighbours."""
@@ -215,5 +270,15 @@ register(
         cost="one direct copy of each block; over links each block once",
         wanted=lambda case: np.stack([case.part(case.rank - 1), case.part(case.rank + 1)]),
         schedules=("all_to_all",), arguments=_in_a_ring,
-    )
+    ),
+    Collective(
+        (neighbor_all_to_all,), CollectiveKind.MOVE,
+        gives="an array with a block for each neighbour in a mesh",
+        gets="the block of each neighbour, an array",
+        cost="one direct copy of each block; over links each block once",
+        # The block for -1 is the pattern of a rank, the block for +1 its reverse.
+        wanted=lambda case: np.stack([case.part(case.rank - 1)[::-1], case.part(case.rank + 1)]),
+        inputs=lambda case, rank: np.stack([case.part(rank), case.part(rank)[::-1]]),
+        schedules=("all_to_all",), arguments=_in_a_ring,
+    ),
 )  # fmt: skip

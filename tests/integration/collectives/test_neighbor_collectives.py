@@ -49,8 +49,8 @@ for shape in SHAPES[SIZE]:
         part = [(), (0,), (1,), (7, 3), (5000,), (300_000,)][rng.integers(6)]
         data = rng.integers(0, 2 if dtype == "bool" else 100, (SIZE, slots, *part)).astype(dtype)
         about = (shape, rings, dtype, part)
-        for is_gather in (True,):
-            call = sv.neighbor_all_gather
+        for is_gather in (True, False):
+            call = sv.neighbor_all_gather if is_gather else sv.neighbor_all_to_all
             mine = np.array(data[RANK, 0] if is_gather else data[RANK])
             old = np.ones((slots, *part), dtype)
             fresh, kept = np.zeros_like(old), old.copy()
@@ -71,8 +71,12 @@ for shape in SHAPES[SIZE]:
             work = call(changing, mesh, rings, async_op=True)
             changing[...] = 0
             same(work.wait(), fresh, "async", *about)
+            if not is_gather:
+                both = mine.copy()
+                wanted = np.where((table[RANK] < 0).reshape(-1, *[1] * len(part)), mine, fresh)
+                same(call(both, mesh, rings, out=both), wanted, "in place", *about)
 
-for call, lead in ((sv.neighbor_all_gather, ()),):
+for call, lead in ((sv.neighbor_all_gather, ()), (sv.neighbor_all_to_all, (2,))):
     line = sv.mesh((SIZE,))
     for mine in (np.ones((*lead, 3 + RANK % 2)), np.ones((*lead, 3), ["f4", "f8"][RANK % 2])):
         try:
