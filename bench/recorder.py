@@ -21,7 +21,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.runtime import persistent_reduce
+from syncvar.runtime import persistent_call
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.recorder import Recorder
 
@@ -70,13 +70,13 @@ def paired(rounds: int, calls: int) -> None:
     x = np.ones(1)
     out = np.empty_like(x)
     keep = recorder.add
-    real = persistent_reduce.monotonic_ns, persistent_reduce.get_ident
+    real = persistent_call.monotonic_ns, persistent_call.get_ident
     times: dict[str, list[float]] = {"on": [], "off": []}
     for turn in range(2 * rounds):
         is_on = turn % 4 in (0, 3)  # on off off on: neither is always first
         recorder.add = keep if is_on else _ignore
         if not is_on:  # the clock and the thread's number are asked for the recorder alone
-            persistent_reduce.monotonic_ns, persistent_reduce.get_ident = _zero, _zero
+            persistent_call.monotonic_ns, persistent_call.get_ident = _zero, _zero
         group = sv.new_group(range(sv.world_size()))
         for _ in range(50):
             sv.all_reduce(x, out=out, group=group)
@@ -84,7 +84,7 @@ def paired(rounds: int, calls: int) -> None:
         for _ in range(calls):
             sv.all_reduce(x, out=out, group=group)
         times["on" if is_on else "off"].append((time.perf_counter() - begin) / calls * 1e9)
-        persistent_reduce.monotonic_ns, persistent_reduce.get_ident = real
+        persistent_call.monotonic_ns, persistent_call.get_ident = real
         recorder.add = keep
     if sv.rank() == 0:
         for name, values in times.items():

@@ -167,33 +167,28 @@ class CheckGate:
     until: int
 
 
-class MessageCounter:
-    """Sequence counter of one (sender, receiver, tag).
-
-    The C extension advances it without informing the engine; `SequenceTracker.count_by` merges it.
-
-    Attributes:
-        next_call: First call that is not over; the receiver needs no frames of calls before it.
-        number: Number of the next message. Code that numbers a message by the communicator must
-            read and update this value.
-    """
-
-    __slots__ = ("__weakref__", "identity", "next_call", "number")
-
-    def __init__(self, identity: int, next_call: int) -> None:
-        self.identity = identity
-        self.next_call = self.number = next_call
-
-
 if _native is not None:  # classes with the same attributes, which C reads directly
     AdmissionState = _native.AdmissionState  # type: ignore[misc]
     AsyncCall = _native.AsyncCall  # type: ignore[misc]
     ChannelState = _native.ChannelState  # type: ignore[misc]
     CommunicatorState = _native.CommunicatorState  # type: ignore[misc]
     CopyGuard = _native.CopyGuard  # type: ignore[misc]
-    MessageCounter = _native.MessageCounter  # type: ignore[misc]
     VariableCounters = _native.VariableCounters  # type: ignore[misc]
     CheckGate = _native.CheckGate  # type: ignore[misc]
+
+
+class MessageCounter(CommunicatorState):
+    """Counts the calls of one (sender, receiver, tag) that are over; frames of them are dropped.
+
+    The endpoints advance it without informing the engine; `SequenceTracker.count_by` merges it. The
+    communicator has the number of the next message, which may still be waited for.
+    """
+
+    __slots__ = ("__weakref__", "identity")
+
+    def __init__(self, identity: int, next_call: int) -> None:
+        self.identity = identity
+        self.next_call = next_call
 
 
 def missing_reason() -> str:
@@ -282,15 +277,15 @@ def run(
     return steps
 
 
-def slot_call(*parts: Any, **objects: Any) -> Any:
-    """Return a persistent call in C, or None if C cannot run it; see `persistent_call.c`.
+def slot_call(spec: Any) -> Any:
+    """Return a persistent call in C, or None if C cannot run it.
 
-    `PersistentCallBuilder.build_native` explains the keyword arguments.
+    `spec` is a `NativeCallSpec`, see `syncvar/runtime/persistent_call.py`.
     """
     if _native is None:
         return None
     try:
-        return _native.SlotCall(*parts, **objects)
+        return _native.SlotCall(spec)
     except ValueError:  # NumPy has no loop for this dtype and op, or there are too many ranks
         return None
 
@@ -311,7 +306,7 @@ def group_of(
 
 
 def message_end(*parts: Any, **objects: Any) -> Any:
-    """Return an endpoint of messages in C, or None; see `p2p.h`."""
+    """Return an endpoint of messages in C, or None; see `p2p.c`."""
     return None if _native is None else _native.End(*parts, **objects)
 
 

@@ -8,6 +8,7 @@ typedef enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED } AsyncState;
 typedef struct {
     PyObject_HEAD SlotCall *call;
     PyObject *number, *begin, *timeout, *output, *site, *instruction, *operation;
+    PyObject *input, *target; /* copy of blocks that are moved, else None; `out` of the caller */
     uint64_t check;
     AsyncState state;
 } AsyncCall;
@@ -22,17 +23,26 @@ static void withdraw(AsyncCall *self) {
     PyErr_Restore(type, error, trace);
 }
 
+/* Return whether the result of a call can be made now: the engine admits it, and its arrays have
+ * not been changed. */
+static int may_end(const AsyncCall *self) {
+    const SlotCall *call = self->call;
+    return self->state == BEGUN && is_quiet(call->engine) &&
+           fit_still(call, &call->output, self->output, IN_ONE_PIECE | ALIGNED | WRITEABLE) &&
+           (self->input == Py_None || fits(&call->input, self->input, IN_ONE_PIECE | ALIGNED));
+}
+
 /* End a call if the others have entered, or enter while this rank spins. Return 1 if it has ended,
  * 0 if not, -1 with an exception. */
 int end_async_call(PyObject *object, int64_t patience_ns) {
     AsyncCall *self = (AsyncCall *)object;
     if (self->state == ENDED) return 1;
-    if (self->state != BEGUN || !is_quiet(self->call->engine)) return 0;
+    if (!may_end(self)) return 0;
     SlotCall *call = self->call;
     if (patience_ns == 0 && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
-    if (!fit_still(call, &call->output, self->output, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return 0;
     if (!all_agree(call, self->check, patience_ns)) return 0;
-    finish(call, (int)call->channel->side, NULL, self->output);
+    const char *const input = self->input == Py_None ? NULL : ((Array *)self->input)->data;
+    finish(call, (int)call->channel->side, input, self->output);
     self->state = ENDED;
     call->channel->begun = NULL;
     Py_INCREF(object); /* the lists may hold the last reference */
@@ -42,13 +52,25 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
     return recorded < 0 ? -1 : 1;
 }
 
-/* Begin an asynchronous call. Return its `Work`, or None if nothing was done. The input is copied
- * now. */
-PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
-                      PyObject *instruction) {
+/* Wait without the GIL until the others have entered. Meanwhile another thread may end the call.
+ * Return -1 with an exception. */
+static int wait_async_call(const AsyncCall *self) {
+    SlotCall *call = self->call;
+    const int taken = self->state == BEGUN ? try_acquire(call->busy) : 0;
+    if (taken <= 0) return taken;
+    Py_BEGIN_ALLOW_THREADS all_agree(call, self->check, PATIENCE_NS);
+    Py_END_ALLOW_THREADS release(call->busy);
+    return 1;
+}
+
+/* Begin an asynchronous call through the slots. Return its `Work`, or None if nothing was done. The
+ * input is copied now. */
+static PyObject *begin_small(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout,
+                             PyObject *site, PyObject *instruction) {
     ChannelState *channel = self->channel;
     PyObject *input = NULL, *target = NULL, *work = NULL;
-    if (self->adopt == Py_None || !accept(self, x, out, &input, &target)) Py_RETURN_NONE;
+    if (self->nothing != Py_None) out = Py_None; /* this rank gets no result */
+    if (!accept(self, x, out, &input, &target)) Py_RETURN_NONE;
     AsyncCall *begun = new_object(async_call_type);
     if (begun == NULL) goto given_up;
     int taken = 0;
@@ -56,8 +78,11 @@ PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *time
     begun->timeout = Py_NewRef(timeout);
     begun->site = Py_NewRef(site);
     begun->instruction = Py_NewRef(instruction);
+    begun->target = Py_NewRef(target);
     begun->output = make_result(self, target);
-    if (begun->output == NULL) goto done;
+    begun->input =
+        self->tells ? PyObject_CallMethodObjArgs(input, name_copy, NULL) : Py_NewRef(Py_None);
+    if (begun->output == NULL || begun->input == NULL) goto done;
     work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
     begun->begin = PyLong_FromLongLong(now_ns());
     if (work == NULL || begun->begin == NULL) goto done;
@@ -98,12 +123,28 @@ given_up:
     return work;
 }
 
+/* Begin an asynchronous call, in Python if it is long or unusual. Return its `Work`, or None if
+ * nothing was done. */
+PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
+                      PyObject *instruction) {
+    PyObject *work =
+        self->is_long ? Py_NewRef(Py_None) : begin_small(self, x, out, timeout, site, instruction);
+    if (work != Py_None) return work;
+    Py_DECREF(work);
+    return PyObject_CallMethodObjArgs(self->call, name_begin, x, out, timeout, site, instruction,
+                                      NULL);
+}
+
 static PyObject *async_call_end(PyObject *object, PyObject *arguments) {
     int waits;
     if (!PyArg_ParseTuple(arguments, "p", &waits)) return NULL;
-    const int ended = end_async_call(object, waits ? 0 : -1);
-    if (ended < 0) return NULL;
     AsyncCall *const self = (AsyncCall *)object;
+    int ended = end_async_call(object, waits ? 0 : -1);
+    if (ended == 0 && waits) {
+        ended = wait_async_call(self);
+        if (ended > 0) ended = end_async_call(object, -1);
+    }
+    if (ended < 0) return NULL;
     return ended ? result_of(self->call, self->output) : Py_NewRef(Py_None);
 }
 
@@ -117,9 +158,9 @@ static PyObject *async_call_adopt(PyObject *object, PyObject *unused) {
     self->state = ADOPTED;
     call->channel->begun = NULL;
     Py_INCREF(object);
-    self->operation =
-        PyObject_CallFunctionObjArgs(call->adopt, self->number, self->begin, self->output,
-                                     self->timeout, self->site, self->instruction, NULL);
+    self->operation = PyObject_CallMethodObjArgs(
+        call->call, name_adopt, self->number, self->begin, self->input, self->target, self->output,
+        self->timeout, self->site, self->instruction, NULL);
     if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
     withdraw(self);
     Py_DECREF(object);
@@ -139,9 +180,17 @@ static int async_call_clear(PyObject *object) {
 }
 
 static PyMemberDef async_call_members[] = {
-    HELD(AsyncCall, call),        HELD(AsyncCall, number),    HELD(AsyncCall, begin),
-    HELD(AsyncCall, timeout),     HELD(AsyncCall, output),    HELD(AsyncCall, site),
-    HELD(AsyncCall, instruction), HELD(AsyncCall, operation), {NULL},
+    HELD(AsyncCall, call),
+    HELD(AsyncCall, number),
+    HELD(AsyncCall, begin),
+    HELD(AsyncCall, timeout),
+    HELD(AsyncCall, output),
+    HELD(AsyncCall, site),
+    HELD(AsyncCall, instruction),
+    HELD(AsyncCall, operation),
+    HELD(AsyncCall, input),
+    HELD(AsyncCall, target),
+    {NULL},
 };
 
 static PyGetSetDef async_call_getters[] = {

@@ -133,7 +133,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
             timeout = value;
         else if (name == name_group)
             group = value;
-        else if (name == name_async_op && PyBool_Check(value) && given > 0)
+        else if (name == name_async_op && PyBool_Check(value))
             later = value == Py_True;
         else
             return NULL;
@@ -159,7 +159,7 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
                            : run_slots((PyObject *)call, array, out, Py_None, timeout);
             if (result == Py_None) {
                 Py_CLEAR(result); /* nothing was done */
-            } else if (result != NULL && call->nothing != Py_None) {
+            } else if (result != NULL && !later && call->nothing != Py_None) {
                 Py_DECREF(result);
                 result = Py_NewRef(Py_None);
             }

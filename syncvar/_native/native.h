@@ -5,7 +5,7 @@
  * `memory_copy.c`, `reduce_kernels.c`: copies and arithmetic. `channels.c`: waiting for ranks.
  * `program_check.c`, `program_exec.c`: programs. `pytree.c`, `persistent_call.c`,
  * `persistent_call_exec.c`, `async_call.c`, `dispatch.c`: persistent calls. `variable_access.c`:
- * variables. `p2p.c`, `p2p_endpoints.c`: messages. `module.c`: the module. */
+ * variables. `p2p.c`: messages. `module.c`: the module. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
 #define Py_LIMITED_API 0x030B0000
@@ -39,9 +39,27 @@
     X(_references)                                                                                 \
     X(_shown)                                                                                      \
     X(acquire)                                                                                     \
-    X(append) X(array) X(async_op) X(channel) X(co_filename) X(default) X(engine) X(f_lasti)       \
-        X(group) X(is_alert) X(is_bound) X(locked) X(out) X(prepared_calls) X(release) X(remove)   \
-            X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
+    X(adopt)                                                                                       \
+    X(begin)                                                                                       \
+    X(continue_in_engine)                                                                          \
+    X(copy)                                                                                        \
+    X(info_of)                                                                                     \
+    X(interrupt)                                                                                   \
+    X(request_of_published)                                                                        \
+    X(append)                                                                                      \
+    X(array)                                                                                       \
+    X(async_op)                                                                                    \
+    X(channel)                                                                                     \
+    X(co_filename)                                                                                 \
+    X(default)                                                                                     \
+    X(engine)                                                                                      \
+    X(f_lasti)                                                                                     \
+    X(group)                                                                                       \
+    X(is_alert)                                                                                    \
+    X(is_bound)                                                                                    \
+    X(locked)                                                                                      \
+    X(out)                                                                                         \
+    X(prepared_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
@@ -74,8 +92,10 @@ int intern_names(void);
     X(check_gate)                                                                                  \
     X(copy_guard)                                                                                  \
     X(channel_state)                                                                               \
-    X(program) X(run) X(slot_call) X(async_call) X(entrance) X(write) X(look) X(read) X(group)     \
-        X(message_counter) X(end) X(message_entrance)
+    X(program)                                                                                     \
+    X(run)                                                                                         \
+    X(slot_call)                                                                                   \
+    X(async_call) X(entrance) X(write) X(look) X(read) X(group) X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;

@@ -113,24 +113,6 @@ static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
     return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
 }
 
-/* end(check, output): combine several small arrays if all ranks have published this check; return
- * whether they have. */
-static PyObject *slot_call_end(PyObject *object, PyObject *arguments) {
-    SlotCall *self = (SlotCall *)object;
-    unsigned long long check;
-    PyObject *output;
-    if (!PyArg_ParseTuple(arguments, "KO!", &check, &PyTuple_Type, &output)) return NULL;
-    if (self->leaf_count == 0 || self->is_long || PyTuple_Size(output) != self->leaf_count) {
-        PyErr_SetString(PyExc_ValueError, "end() is for calls of several small arrays");
-        return NULL;
-    }
-    if (!fit_still(self, &self->output, output, IN_ONE_PIECE | ALIGNED | WRITEABLE) ||
-        !all_agree(self, check, -1))
-        Py_RETURN_FALSE;
-    finish(self, (int)self->channel->side, NULL, output);
-    Py_RETURN_TRUE;
-}
-
 static int slot_call_clear(PyObject *object) {
     forget((Remembered *)object);
     return clear_held(object);
@@ -184,27 +166,28 @@ static int check_places(const SlotCall *self) {
     return good;
 }
 
-/* SlotCall(digest, detail, tells, (dtype, shape) of input and result, puts, takes, terms,
- * arithmetic, ring, parts, everyone, reads, kinds, leaves, *, members). */
-static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *kinds, *leaves;
-    Py_ssize_t ring;
+/* SlotCall(spec): a `NativeCallSpec` of persistent_call.py, which explains the fields. */
+static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *unused) {
+    (void)unused;
+    PyObject *spec, *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *kinds, *leaves;
     unsigned long long digest, detail;
-    int tells, parts, everyone, reads;
-    if (!PyArg_ParseTuple(arguments, "KKp(OO)(OO)OOOOnippOO:SlotCall", &digest, &detail, &tells,
-                          &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts, &takes, &terms,
-                          &how, &ring, &parts, &everyone, &reads, &kinds, &leaves))
+    if (!PyArg_ParseTuple(arguments, "O:SlotCall", &spec)) return NULL;
+    PyObject *objects = PyObject_CallMethod(spec, "objects", NULL),
+             *numbers = objects == NULL ? NULL : PyObject_CallMethod(spec, "numbers", NULL);
+    SlotCall *self = numbers == NULL ? NULL : new_holding(type, objects);
+    Py_XDECREF(objects);
+    if (self == NULL) {
+        Py_XDECREF(numbers);
         return NULL;
-    SlotCall *self = new_holding(type, keywords);
-    if (self == NULL) return NULL;
+    }
+    self->kept_numbers = numbers; /* owns what the names below borrow */
+    if (!PyArg_ParseTuple(numbers, "KKp(OO)(OO)OOOOnipppOO", &digest, &detail, &self->tells,
+                          &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts, &takes, &terms,
+                          &how, &self->ring, &self->parts, &self->everyone, &self->reads,
+                          &self->is_long, &kinds, &leaves))
+        goto failed;
     self->digest = digest;
     self->detail = detail;
-    self->tells = tells;
-    self->ring = ring;
-    self->parts = parts;
-    self->everyone = everyone;
-    self->reads = reads;
-    self->is_long = self->gil_monitor != Py_None;
     if (!PyObject_TypeCheck((PyObject *)self->channel, channel_state_type) ||
         !self->channel->is_bound ||
         !PyObject_TypeCheck((PyObject *)self->communicator, communicator_state_type) ||
@@ -213,7 +196,7 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     if (!read_form(dtypes[0], shapes[0], &self->input) ||
         !read_form(dtypes[1], shapes[1], &self->output))
         goto failed;
-    if (parts < 0 || (parts && self->output.ndim == 0)) goto wrong;
+    if (self->parts < 0 || (self->parts && self->output.ndim == 0)) goto wrong;
     self->put_count = read_copies(puts, self->puts, RANKS_MAX);
     self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
     self->term_count = read_copies(terms, self->terms, RANKS_MAX);
@@ -229,8 +212,6 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     if (self->leaf_count && (self->tells || self->reads || self->parts ||
                              self->nothing != Py_None || self->apply.loop != NULL))
         goto wrong;
-    if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self)))
-        goto wrong; /* the input must be copied at once */
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
     if (self->make_arguments == NULL) goto failed;
     return (PyObject *)self;
@@ -250,20 +231,16 @@ static PyMemberDef slot_call_members[] = {
     HELD(SlotCall, queue),
     HELD(SlotCall, add),
     HELD(SlotCall, info),
-    HELD(SlotCall, plain),
-    HELD(SlotCall, later),
-    HELD(SlotCall, hand_over),
-    HELD(SlotCall, interrupt),
-    HELD(SlotCall, with_label),
+    HELD(SlotCall, call),
     HELD(SlotCall, begun),
     HELD(SlotCall, work),
-    HELD(SlotCall, adopt),
     HELD(SlotCall, gil_monitor),
     HELD(SlotCall, nothing),
     HELD(SlotCall, structure),
     HELD(SlotCall, leaves_type),
     HOLDS(SlotCall, make_arguments, "_make_arguments"),
     HOLDS(SlotCall, leaf_arguments, "_leaf_arguments"),
+    HOLDS(SlotCall, kept_numbers, "_numbers"),
     HOLDS(SlotCall, kept_leaves, "_leaves"),
     HOLDS(SlotCall, kept_kinds, "_kinds"),
     HOLDS(SlotCall, kept_room, "_room"),
@@ -284,8 +261,6 @@ static PyMemberDef slot_call_members[] = {
 
 static PyMethodDef slot_call_methods[] = {
     {"learn", slot_call_learn, METH_VARARGS, "Add the program for a placement of long vectors."},
-    {"end", slot_call_end, METH_VARARGS,
-     "Combine several small arrays if all ranks have entered: (check, output)."},
     {"begin", slot_call_begin, METH_VARARGS,
      "Begin an asynchronous call: (x, out, timeout, site)."},
     {NULL},

@@ -42,10 +42,10 @@ typedef struct {
     PyObject_HEAD PyObject *face;
     ChannelState *channel;
     CommunicatorState *communicator;
-    PyObject *engine, *busy, *queue, *add, *info, *plain, *later, *hand_over, *interrupt,
-        *with_label, *begun, *work, *adopt;
+    PyObject *call; /* the PersistentCall: it makes unusual calls, and continues those that wait */
+    PyObject *engine, *busy, *queue, *add, *info, *begun, *work;
     PyObject *nothing;                 /* the result on a rank that gets none; else None */
-    PyObject *gil_monitor;                   /* GilMonitor of a call with a long vector; else None */
+    PyObject *gil_monitor;             /* a call with a long vector keeps the GIL on its alert */
     PyObject *structure, *leaves_type; /* TreeDef and class `PyTree` of several arrays; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* parts of its cache key */
@@ -58,7 +58,7 @@ typedef struct {
     int kind_count, rider; /* rider: first kind in slots; 1 if kind 0 is a long vector */
     int span_count;        /* arrays of the long vector */
     char *room;            /* scratch memory for combining small arrays */
-    PyObject *kept_leaves, *kept_room, *kept_kinds;
+    PyObject *kept_numbers, *kept_leaves, *kept_room, *kept_kinds;
     int parts; /* the caller gets a list of so many parts of the result; 0: the result itself */
     uint64_t digest, detail;
     int tells;       /* publish the check without the detail, and locations of long blocks */

@@ -1,10 +1,10 @@
 /* Runs persistent calls in shared memory: write, publish, wait, compare, combine.
  *
- * It does the same as syncvar/runtime/persistent_reduce.py, for contiguous arrays. It
- * leaves every other call to that function before it has changed anything.
+ * It does the same as `PersistentCall` of syncvar/runtime/persistent_call.py, for contiguous
+ * arrays. It leaves every other call to that object before it has changed anything.
  *
- * Small calls keep the GIL, because they take about a microsecond. After a short spin Python
- * continues the call.
+ * Small calls keep the GIL, because they take about a microsecond. If the others do not come during
+ * a short spin, the call spins on without the GIL. After a millisecond the engine continues it.
  */
 #include "persistent_call.h"
 
@@ -26,8 +26,8 @@ typedef struct {
 typedef enum {
     COMPLETED,     /* the result is ready; also: set up, may be published */
     FALL_BACK,     /* nothing has been changed: Python has to make the call */
-    PUBLISHED,     /* phase 0 is published: Python has to continue */
-    RUN_SUSPENDED, /* the run has to wait: Python has to continue it */
+    PUBLISHED,     /* phase 0 is published: the engine has to continue */
+    RUN_SUSPENDED, /* the run has to wait: the engine has to continue it */
     FAILED,        /* an exception is set */
 } Result;
 
@@ -166,14 +166,36 @@ uint64_t put_own(const SlotCall *self, int side, PyObject *input) {
 
 /* -- running ----------------------------------------------------------------------------------- */
 
+/* Wait for the other ranks of a small call, without the GIL. Afterwards other threads may have
+ * changed the arrays; then Python continues. */
+static Result wait_small(SlotCall *self, Attempt *attempt, uint64_t check) {
+    const int taken = try_acquire(self->busy);
+    if (taken < 0) {
+        interrupt_call(self, attempt->number, attempt->begin, attempt->label);
+        return FAILED;
+    }
+    attempt->has_lock = taken;
+    int agree;
+    Py_BEGIN_ALLOW_THREADS agree = all_agree(self, check, PATIENCE_NS);
+    Py_END_ALLOW_THREADS const int written = IN_ONE_PIECE | ALIGNED | WRITEABLE;
+    const int is_unchanged = self->leaf_count || self->nothing != Py_None
+                                 ? fit_still(self, &self->output, attempt->output, written)
+                                 : fits(&self->output, attempt->output, written) &&
+                                       fits(&self->input, attempt->input, IN_ONE_PIECE | ALIGNED);
+    return agree && is_unchanged ? COMPLETED : PUBLISHED;
+}
+
 /* Make a call through the small slots. */
-static Result run_small(const SlotCall *self, const Attempt *attempt, long long call) {
+static Result run_small(SlotCall *self, Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
     const uint64_t location = put_own(self, side, attempt->input);
     const uint64_t plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
     publish_call(self, call, check, plain, location);
-    if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) return PUBLISHED;
+    if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) {
+        const Result state = wait_small(self, attempt, check);
+        if (state != COMPLETED) return state;
+    }
     finish(self, side, self->leaf_count ? NULL : data_of(attempt->input), attempt->output);
     return COMPLETED;
 }
@@ -317,38 +339,28 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     PyObject *done =
-        PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, label, NULL);
+        PyObject_CallMethodObjArgs(self->call, name_interrupt, number, begin, error, label, NULL);
     if (done == NULL) PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, error, trace);
 }
 
-/* Let Python continue a published call, and its run if it is suspended. Python waits longer, and
- * serves other calls meanwhile.
- *
- * `later` returns (True, result), or (False, generator) for the engine. An exception in it leaves a
- * call in which other ranks take part, so it aborts the job. */
-static PyObject *continue_in_python(SlotCall *self, const Attempt *attempt, int waits) {
+/* Let the engine continue a published call, and its run if it is suspended. The engine serves other
+ * calls meanwhile. */
+static PyObject *continue_in_engine(SlotCall *self, const Attempt *attempt, int is_suspended) {
     PyObject *const number = attempt->number, *const begin = attempt->begin,
                     *const label = attempt->label;
-    const int taken = self->is_long ? 0 : try_acquire(self->busy);
-    PyObject *outcome =
-        taken < 0
-            ? NULL
-            : PyObject_CallFunctionObjArgs(self->later, number, begin, attempt->input,
-                                           attempt->target, attempt->output, label,
-                                           waits ? (PyObject *)attempt->run : Py_None, self, NULL);
-    PyObject *result = NULL;
-    if (outcome == NULL)
+    PyObject *request = PyObject_CallMethodObjArgs(
+        self->call, name_request_of_published, number, begin, attempt->input, attempt->target,
+        attempt->output, label, is_suspended ? (PyObject *)attempt->run : Py_None, (PyObject *)self,
+        NULL);
+    if (request == NULL) {
         interrupt_call(self, number, begin, label);
-    else if (PyTuple_GetItem(outcome, 0) == Py_True)
-        result = Py_NewRef(PyTuple_GetItem(outcome, 1));
-    else
-        result = PyObject_CallFunctionObjArgs(self->hand_over, number, begin,
-                                              PyTuple_GetItem(outcome, 1), label, attempt->timeout,
-                                              NULL);
-    Py_XDECREF(outcome);
-    if (taken > 0) release(self->busy);
+        return NULL;
+    }
+    PyObject *result = PyObject_CallMethodObjArgs(self->call, name_continue_in_engine, request,
+                                                  begin, attempt->timeout, NULL);
+    Py_DECREF(request);
     return result;
 }
 
@@ -398,8 +410,9 @@ static Result set_up(SlotCall *self, Attempt *attempt) {
         attempt->info = Py_NewRef(self->info);
     } else {
         attempt->digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(label, 1));
-        attempt->info =
-            PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->with_label, label, NULL);
+        attempt->info = PyErr_Occurred()
+                            ? NULL
+                            : PyObject_CallMethodObjArgs(self->call, name_info_of, label, NULL);
     }
     attempt->output = attempt->info == NULL ? NULL : make_result(self, attempt->target);
     if (attempt->output == NULL) return FAILED;
@@ -461,19 +474,13 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *labe
         state = FALL_BACK;
     }
     if (state == COMPLETED) state = make_call(self, &attempt);
-    if (state == PUBLISHED || state == RUN_SUSPENDED) {
-        result = continue_in_python(self, &attempt, state == RUN_SUSPENDED);
-        if (self->leaf_count && result != NULL) {
-            PyObject *const arrays = result;
-            result = structure_of(self, arrays);
-            Py_DECREF(arrays);
-        }
-    }
+    if (state == PUBLISHED || state == RUN_SUSPENDED)
+        result = continue_in_engine(self, &attempt, state == RUN_SUSPENDED);
     if (state == COMPLETED && record(self->add, attempt.info, attempt.number, attempt.begin) == 0)
         result = result_of(self, attempt.output);
     if (attempt.has_lock) release(self->busy);
     if (state == FALL_BACK)
-        result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, label, timeout, NULL);
+        result = PyObject_CallFunctionObjArgs(self->call, x, attempt.out, label, timeout, NULL);
     Py_XDECREF(attempt.input);
     Py_XDECREF(attempt.target);
     Py_XDECREF(attempt.kept_spans);

@@ -61,5 +61,5 @@ class _BarrierCall(Cacheable):
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
         if communicator.forced("barrier") is None:
-            return prepare_barrier(communicator, self.digest, self.label)
+            return prepare_barrier(communicator, self.label, self.digest)
         return uncacheable

@@ -20,7 +20,7 @@ from syncvar.core.reduce_ops import divide_mean
 from syncvar.runtime.arithmetic import store, store_parts
 from syncvar.runtime.planner import Published
 from syncvar.runtime.request import Stage
-from syncvar.runtime.shm_reduce import ReduceBuffers, flat_of, in_one_exchange
+from syncvar.runtime.shm_reduce import ReduceBuffers, flat, in_one_exchange
 from syncvar.shm.segment import SegmentBlock
 
 if TYPE_CHECKING:
@@ -127,10 +127,10 @@ def _side_by_side(
     for reducer, places in kinds.items():
         sources = [arrays[index] for index in places]
         outputs = _results(reducer, sources, [targets[index] for index in places])
-        outs = flat_of(outputs)
+        outs = list(map(flat, outputs))
         divisor = size if reducer.is_mean else 0
         sums = reducer.ufunc, reducer.accumulate, divisor
-        vectors.append(ReduceBuffers.of(flat_of(sources), outs, *sums))
+        vectors.append(ReduceBuffers.of(list(map(flat, sources)), outs, *sums))
         stored += list(zip(places, outputs, outs, strict=True))
     vector = None if longest is None else vectors.pop(longest)
     yield Stage(plan, np.empty(0, np.uint8), vector=vector, several=vectors)
@@ -153,7 +153,7 @@ def _stored(
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce arrays as one vector, and store the results in their targets."""
     results = _results(reducer, arrays, targets)
-    outs, sources = flat_of(results), flat_of(arrays)
+    outs, sources = list(map(flat, results)), list(map(flat, arrays))
     if _is_shared(plan, reducer):
         divisor = size if reducer.is_mean else 0
         vector = ReduceBuffers.of(sources, outs, reducer.ufunc, reducer.accumulate, divisor, apply)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent_builder import CallLabel
+    from syncvar.runtime.persistent_call import CallLabel
     from syncvar.runtime.work import Work
 
     Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)

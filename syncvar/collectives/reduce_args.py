@@ -21,8 +21,7 @@ from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
 from syncvar.runtime.call_record import CallFields, CallLabel
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.compile_reduce import EVERYWHERE, ResultPlacement
-from syncvar.runtime.persistent_mixed_dtypes import prepare_kinds
-from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
 from syncvar.runtime.planner import Published
 from syncvar.runtime.request import Stage
 from syncvar.runtime.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
@@ -321,20 +320,23 @@ def prepare_form(
     ):
         return uncacheable
     sizes = sizes_of(kinds, arrays)
-    is_small = is_direct(sum(sizes), communicator.size)
+    is_small, longest = is_direct(sum(sizes), communicator.size), 0
     if leaves is not None and (len(kinds) > 1 or not is_small):
-        are_at_once, longest = in_one_exchange(sizes, communicator.size)
-        if are_at_once:
-            return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, text)
-        return uncacheable
-    (reducer,) = kinds
-    if not is_small and ends != EVERYWHERE and form.dtype != reducer.accumulate:
+        are_at_once, long = in_one_exchange(sizes, communicator.size)
+        if not are_at_once:
+            return uncacheable
+        is_small, longest = long is None, long or 0
+    reducers = list(kinds)
+    if not is_small and ends != EVERYWHERE and form.dtype != reducers[0].accumulate:
         return uncacheable  # the slow path converts the input
-    neutral = identity(reducer) if ends.collective == "exscan" else None
-    shape = arrays[0].shape if leaves is None else (sum([array.size for array in arrays]),)
-    return prepare_reduction(
-        communicator, reducer, shape, digest, text, apply, ends, neutral, leaves
-    )
+    reducers.insert(0, reducers.pop(longest))
+    neutral = identity(reducers[0]) if ends.collective == "exscan" else None
+    by_kind = [(reducer, kinds[reducer]) for reducer in reducers]
+    shape = arrays[0].shape
+    if leaves is not None:
+        shape = (sum([arrays[place].size for place in by_kind[0][1]]),)
+    same_form = ReduceForm(by_kind, shape, is_small, leaves, apply, ends, neutral)
+    return prepare_reduction(communicator, same_form, text, digest)
 
 
 def persistent_reduction(

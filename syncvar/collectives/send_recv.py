@@ -18,20 +18,26 @@ import numpy as np
 from syncvar._native import remember
 from syncvar.bootstrap.process import current, messages_entered_natively
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.pair_calls import channel_of, receive_request, send_request, send_text
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
-from syncvar.core.array_arguments import as_array, deliver
+from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.pytree import is_structure
-from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
-from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.p2p_channel import NOT_YET, Mailbox, done, failed
+from syncvar.protocol.fixed_records import ARRAY, BYTES
+from syncvar.protocol.object_codec import pack_object
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.p2p_channel import (
+    RECV_NAMES,
+    SEND_NAMES,
+    Mailbox,
+    ReceiveArgs,
+    RecvChannel,
+    SendChannel,
+    ended,
+)
 from syncvar.runtime.work import is_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.p2p_channel import P2PChannel
 
 _TAG_MAX = (1 << 31) - 1
+_CHANNELS_MAX = 128  # of a group; beyond that, idle ones are dropped
 _NO_MESSAGES = (
     "send and recv do not work inside `with sv.uneven():`, because no rank answers for one "
     "that has left its loop. Send before or after the block, or use a collective (scatter, "
@@ -88,22 +95,17 @@ def send(
     if _foreign:
         raise unexpected_keyword(send, _foreign)
     communicator = communicator_of(group)
-    if not async_op and timeout is None and type(dest) is int is type(tag):
-        channel = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
-        native = None if channel is None else channel.native  # a thread may retire it
-        if (
-            channel is not None
-            and native is not None
-            and communicator.uneven is None
-            and native.send(x)
-        ):
-            _remember(send, channel, communicator, dest, tag)
+    if not async_op and timeout is None:
+        native = _native_endpoint(communicator, communicator.rank, dest, tag)
+        if native is not None and native.send(x):
+            if communicator is current().world:
+                remember(send, native, dest, tag)
             return None
     if is_foreign(x):
         return call_with_numpy(
             partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x
         )
-    return _send(communicator, lambda: _message(x), ARRAY, dest, tag, timeout, async_op=async_op)
+    return _send(communicator, ARRAY, x, dest, tag, timeout, async_op=async_op)
 
 
 def send_object(
@@ -144,53 +146,39 @@ def send_object(
     """
     if _foreign:
         raise unexpected_keyword(send_object, _foreign)
-    communicator = communicator_of(group)
-
-    def make() -> NDArray[Any]:
-        return np.frombuffer(pack_object(o), np.uint8)
-
-    return _send(communicator, make, BYTES, dest, tag, timeout, async_op=async_op)
+    return _send(communicator_of(group), BYTES, o, dest, tag, timeout, async_op=async_op)
 
 
-def _send(
+def _send(  # noqa: PLR0917
     communicator: Communicator,
-    make: Callable[[], NDArray[Any]],
     kind: int,
+    value: Any,
     dest: int,
     tag: int,
     timeout: float | None,
     *,
     async_op: bool,
 ) -> Any:
-    """Send what `make` returns: an array, or with `kind` BYTES an object as bytes."""
+    """Send an array, or with `kind` BYTES an object."""
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
-    name = "send" if kind == ARRAY else "send_object"
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if dest == rank:
-        _own(communicator, tag).put(kind, make().copy())
-        return done() if async_op else None
-    channel = channel_of(communicator, rank, dest, tag)
-    eager_bytes = current().config.eager_bytes
-
-    def words_of(array: NDArray[Any]) -> tuple[str, int]:
-        return send_text(name, channel, array, kind, tag), array_record(array).dtype
+        own = Mailbox(communicator.own_messages, rank, tag)
+        own.put(kind, _message(kind, value).copy())
+        return ended() if async_op else None
+    channel: SendChannel = _channel_of(communicator, rank, dest, tag)
+    if timeout is None or is_seconds(timeout):
+        with contextlib.suppress(ConfigError):  # the call below raises it, and informs the receiver
+            if channel.send(kind, _message(kind, value), timeout, waits=not async_op):
+                return ended() if async_op else None
 
     def check() -> CollectiveSpec:
-        array = make()
-        waits = array.nbytes > eager_bytes
-        return send_request(name, channel, array, kind, tag, waits=waits, copies=async_op)
+        array = _message(kind, value)
+        return channel.spec(kind, array.copy() if async_op else array)
 
-    if channel.end is not None and (timeout is None or is_seconds(timeout)):
-        with contextlib.suppress(ConfigError):  # the slow path raises it, and informs the receiver
-            mine = make()
-            waits = mine.nbytes > eager_bytes
-            if not (waits and async_op) and channel.send(
-                mine, kind, partial(words_of, mine), check, timeout, waits=waits
-            ):
-                return done() if async_op else None
-    return channel.perform(name, check, timeout, async_op=async_op)
+    return channel.stream.perform(SEND_NAMES[kind], check, timeout, async_op=async_op)
 
 
 def recv(
@@ -235,19 +223,19 @@ def recv(
     if _foreign:
         raise unexpected_keyword(recv, _foreign)
     communicator = communicator_of(group)
-    if not async_op and timeout is None and type(source) is int is type(tag):
-        channel = communicator.streams.get((source, communicator.rank, tag))  # type: ignore[arg-type]
-        native = None if channel is None else channel.native  # a thread may retire it
-        if channel is not None and native is not None and communicator.uneven is None:
-            value = native.receive(out)
-            if value is not None:
-                _remember(recv, channel, communicator, source, tag)
-                return value
+    if not async_op and timeout is None:
+        native = _native_endpoint(communicator, source, communicator.rank, tag)
+        value = None if native is None else native.receive(out)
+        if value is not None:
+            if communicator is current().world:
+                remember(recv, native, source, tag)
+            return value
     if is_foreign(out):
         return call_with_numpy(
             partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out
         )
-    return _receive(communicator, ARRAY, source, tag, timeout, out=out, async_op=async_op)
+    args = ReceiveArgs(ARRAY, out)
+    return _receive(communicator, args, source, tag, timeout, async_op=async_op)
 
 
 def sendrecv(  # noqa: PLR0913  (public signature)
@@ -305,7 +293,7 @@ def sendrecv(  # noqa: PLR0913  (public signature)
     if dest is None:
         return recv(source, **recv_options)
     try:
-        array = _message(x)
+        array = _message(ARRAY, x)
     except ConfigError:
         return send(x, dest, tag=tag, **options)  # raises it again, and informs the receiver
     for name, rank in (("dest", dest), ("source", source)):  # check both before sending
@@ -356,76 +344,39 @@ def recv_object(
     """
     if _foreign:
         raise unexpected_keyword(recv_object, _foreign)
-    return _receive(communicator_of(group), BYTES, source, tag, timeout, async_op=async_op)
+    args = ReceiveArgs(BYTES)
+    return _receive(communicator_of(group), args, source, tag, timeout, async_op=async_op)
 
 
 def _receive(
     communicator: Communicator,
-    kind: int,
+    args: ReceiveArgs,
     source: int | None,
     tag: int,
     timeout: float | None,
     *,
-    out: Any = None,
     async_op: bool,
 ) -> Any:
-    """Receive the next message of a tag, possibly directly in `out`; `kind` BYTES is an object."""
+    """Receive the next message of a tag."""
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
-    name, finish = ("recv", partial(_delivered, out)) if kind == ARRAY else _RECV_OBJECT
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if source == rank:
-        own = _own(communicator, tag)
-        return own.start(name, finish) if async_op else own.take(name, finish)
-    channel = channel_of(communicator, source, rank, tag)
-
-    def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-        return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
-
-    def check() -> CollectiveSpec:
-        return receive_request(name, channel, tag, landing, finish)
-
-    if channel.end is not None and (timeout is None or is_seconds(timeout)):
+        own = Mailbox(communicator.own_messages, rank, tag)
+        return own.receive(args, async_op=async_op)
+    channel: RecvChannel = _channel_of(communicator, source, rank, tag)
+    if timeout is None or is_seconds(timeout):
         try:
-            result = channel.take(check, landing, finish, timeout, waits=not async_op)
+            delivered = channel.receive(args, timeout, waits=not async_op)
         except SyncvarError as error:
             if not async_op:
                 raise
-            return failed(error)
-        if result is not NOT_YET:
-            return done(result) if async_op else result
-    return channel.perform(name, check, timeout, async_op=async_op)
-
-
-def _unpacked(kind: int, value: NDArray[Any]) -> Any:
-    if kind != BYTES:
-        raise ConfigError(
-            f"the message is an array, {value.dtype.name}{list(value.shape)}, not an object: "
-            f"receive it with sv.recv(source)"
-        )
-    return unpack_object(value.tobytes())
-
-
-_RECV_OBJECT = "recv_object", _unpacked
-
-
-def _delivered(out: Any, kind: int, value: NDArray[Any]) -> NDArray[Any]:
-    if kind == BYTES:
-        raise ConfigError(
-            "the message is an object, not an array: receive it with sv.recv_object(source)"
-        )
-    return deliver(value, out)
-
-
-def _is_alike(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
-    """Return whether a message of this dtype and shape can be written directly to `out`."""
-    return (
-        type(out) is np.ndarray
-        and out.shape == shape
-        and out.dtype == dtype
-        and out.flags.c_contiguous
-        and out.flags.writeable
+            return ended(error=error)
+        if delivered is not None:
+            return ended(delivered.result) if async_op else delivered.result
+    return channel.stream.perform(
+        RECV_NAMES[args.kind], partial(channel.spec, args), timeout, async_op=async_op
     )
 
 
@@ -434,18 +385,49 @@ if not TYPE_CHECKING:
     recv = messages_entered_natively(recv, is_sending=False)
 
 
-def _remember(
-    dispatch: Any, channel: P2PChannel, communicator: Communicator, peer: int, tag: int
-) -> None:
-    """Let the C dispatch find this channel at once, for messages of the world."""
-    if not channel.is_remembered and communicator is current().world:
-        channel.is_remembered = True
-        remember(dispatch, channel.native, peer, tag)
+def _channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> Any:
+    """Return this rank's channel of a pair and tag: send k meets receive k.
+
+    A tag may be a step number, so channels that are not used any more are dropped.
+    """
+    channels = communicator.streams
+    found = channels.get((source, dest, tag))
+    if found is None:
+        if len(channels) >= _CHANNELS_MAX:
+            _drop_idle(channels)
+        identity = fingerprint("message", communicator.identity, source, dest, tag)
+        pair, context = (communicator.members[source], communicator.members[dest]), current()
+        stream = context.communicator(identity, pair, shares=False)
+        post, engine = context.post, stream.engine
+        assert engine is not None  # there are two ranks
+        if post is not None and not all(map(post.serves, pair)):
+            post = None  # they share no memory
+        if communicator.member_rank == source:
+            outward = None if post is None else post.outward(pair[1])
+            found = SendChannel(stream, tag, outward, context)
+            engine.sent.note(identity, pair[1], tag)
+        else:
+            inward = None if post is None else post.inward(pair[0])
+            found = RecvChannel(stream, tag, inward, context)
+        channels[source, dest, tag] = found
+    return found
 
 
-def _own(communicator: Communicator, tag: int) -> Mailbox:
-    """Return the messages that this rank has sent to itself."""
-    return Mailbox(communicator.own_messages, communicator.member_rank, tag)
+def _drop_idle(channels: dict[tuple[int, int, int], P2PChannel]) -> None:
+    for key, channel in list(channels.items()):
+        stream, engine = channel.stream, channel.stream.engine
+        if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
+            channels.pop(key, None)  # another thread may have dropped it
+            channel.retire()
+            engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
+
+
+def _native_endpoint(communicator: Communicator, source: Any, dest: Any, tag: Any) -> Any:
+    """Return the C endpoint of a pair and tag, if there is one; else None."""
+    if type(source) is type(dest) is type(tag) is int and communicator.uneven is None:
+        channel = communicator.streams.get((source, dest, tag))
+        return None if channel is None else channel.native
+    return None
 
 
 def _checked(name: str, rank: Any, size: int) -> int:
@@ -466,14 +448,19 @@ def _checked(name: str, rank: Any, size: int) -> int:
     return int(rank)
 
 
-def _message(x: Any) -> NDArray[Any]:
-    """Return the array of a message; raise ConfigError if the value cannot be one."""
-    if x is None or isinstance(x, str | bytes | set) or is_structure(x):
+def _message(kind: int, value: Any) -> NDArray[Any]:
+    """Return the contiguous array of a message, with `kind` BYTES of an object's bytes."""
+    if kind == BYTES:
+        return np.frombuffer(pack_object(value), np.uint8)
+    if type(value) is not np.ndarray and (
+        value is None or isinstance(value, str | bytes | set) or is_structure(value)
+    ):
         raise ConfigError(
-            f"send takes an array or a number, not {reprlib.repr(x)}: write sv.send_object(o, dest)"
-            f", and sv.recv_object(source) on the receiver"
+            f"send takes an array or a number, not {reprlib.repr(value)}: write "
+            f"sv.send_object(o, dest), and sv.recv_object(source) on the receiver"
         )
-    return as_array(x)
+    array = as_array(value)
+    return array if array.flags.c_contiguous else array.copy()
 
 
 def _checked_tag(tag: Any) -> int:

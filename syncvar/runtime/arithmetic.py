@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
 
 
-PIECE = 500  # elements up to which NumPy keeps the GIL
+# NumPy keeps the GIL for up to 500 elements. A multiple of all vector lengths: else NumPy adds the
+# last elements of a piece one by one, and a sum of two NaNs may get the payload of the other one.
+PIECE = 496
 _SLOW_S = 0.002
 _SLOW_S_PER_BYTE = 2e-9
 _HOLD_S = 2.0

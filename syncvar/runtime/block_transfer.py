@@ -48,6 +48,7 @@ from syncvar.runtime.program_runner import (
     DISAGREE,
     RemoteRef,
     ShmRef,
+    SlotProgram,
     native_of,
     open_code,
     place_of,
@@ -366,13 +367,17 @@ class Blocks(NamedTuple):
 
 
 class Movement:
-    """A call that moves blocks: its layout, its arrays, and whether it is done."""
+    """A call that moves blocks: its layout, its arrays, and whether it is done.
 
-    __slots__ = ("arrays", "blocks", "is_done", "layout")
+    `slots` is the program of blocks that go by slots, if the call is repeated.
+    """
 
-    def __init__(self, layout: TransferLayout, blocks: Blocks) -> None:
-        self.layout = layout
-        self.blocks = blocks
+    __slots__ = ("arrays", "blocks", "is_done", "layout", "slots")
+
+    def __init__(
+        self, layout: TransferLayout, blocks: Blocks, slots: SlotProgram | None = None
+    ) -> None:
+        self.layout, self.blocks, self.slots = layout, blocks, slots
         inputs = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
         targets = (
             blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
@@ -451,8 +456,7 @@ def _put_blocks(channel: GroupChannel, movement: Movement) -> int:
     """Write the blocks that go with phase 0; return the mark that is published with it."""
     layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
-        code = layout.code(channel, blocks, TransferPath.SLOTS)
-        open_code(channel, code, layout.arithmetic, movement.arrays, channel.side ^ 1)
+        _slots_of(channel, movement).put((movement.arrays,))
         return 0
     side = channel.tail ^ 1
     flat = movement.outgoing
@@ -464,6 +468,19 @@ def _put_blocks(channel: GroupChannel, movement: Movement) -> int:
         open_code(channel, code, layout.arithmetic, movement.arrays, side)
         channel.tail = side
     return side << 3 | offer
+
+
+def slots_of_blocks(channel: GroupChannel, layout: TransferLayout, blocks: Blocks) -> SlotProgram:
+    """Return the program of blocks that go by slots; it serves all blocks that are kept alike."""
+    code = layout.code(channel, blocks, TransferPath.SLOTS)
+    return SlotProgram(channel, [(code, layout.arithmetic, 0)])
+
+
+def _slots_of(channel: GroupChannel, movement: Movement) -> SlotProgram:
+    slots = movement.slots
+    if slots is None:
+        slots = movement.slots = slots_of_blocks(channel, movement.layout, movement.blocks)
+    return slots
 
 
 def _offer_blocks(
@@ -495,12 +512,13 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
         return
     if layout.detail == 0:
         return
+    if layout.goes_by_slots(channel):
+        _slots_of(channel, movement).run((movement.arrays,))
+        movement.is_done = True
+        return
     sides = tuple([mark >> 3 for mark in marks])
     offers = [mark & _OFFER for mark in marks]
-    if layout.goes_by_slots(channel):
-        code = layout.code(channel, blocks, TransferPath.SLOTS)
-        sides = channel.sides()
-    elif reduce(and_, offers) & (_READS | _RESIDENT):  # every rank can take every block directly
+    if reduce(and_, offers) & (_READS | _RESIDENT):  # every rank can take every block directly
         code = layout.code(channel, blocks, TransferPath.DIRECT)
     else:
         has_published = offers[channel.rank] != 0 and len(blocks.outgoing) > 0

@@ -152,7 +152,7 @@ class Communicator(CommunicatorState):
         self.whole = self.members  # members plus the ranks that have left a block of sv.uneven
         self.uneven: GroupMembership | None = None
         self.is_pair = False  # all calls are messages of a pair
-        self.count: MessageCounter | None = None  # sequence counter of messages in shared memory
+        self.counter: MessageCounter | None = None  # of messages that the engine does not know
         self.engine = engine
         self.recorder = recorder
         self.frame_sink: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
@@ -416,9 +416,7 @@ class Communicator(CommunicatorState):
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)
-        if engine is not None and self.count is not None:
-            engine.book.note(self.identity, max(self.next_call, self.count.number))
-        elif engine is not None and self.is_shared:
+        if engine is not None and (self.counter is not None or self.is_shared):
             engine.book.note(self.identity, self.next_call)
 
     def destroy(self) -> None:

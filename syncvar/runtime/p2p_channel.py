@@ -1,9 +1,15 @@
-"""Messages without the engine: between ranks of one host, and from a rank to itself.
+"""Messages of a pair of ranks with one tag: without the engine, or as calls that it drives.
 
-A send succeeds if the message ring has space, a receive if the message arrives while spinning.
-After one message, arrays of the same dtype and shape are handled in C, if the extension is there.
-Unusual cases (known refusals, deferred writes, another thread in the same call, a full ring) take
-the slow path. Long waits continue in the engine with the same call number.
+A message takes one of three ways:
+
+* An endpoint in shared memory sends or receives it, in C or by `SendChannel.send` and
+  `RecvChannel.receive`. That succeeds if the ring has room, or the message arrives while spinning.
+* The engine drives a request through the ring (`p2p_requests`), if the receiver or the sender has
+  to wait. It continues what an endpoint has begun, with the same call number.
+* The request uses links, if there is no ring or no room in it. There a message has two stages: a
+  record of fixed length with dtype and shape, then the array.
+
+A message of a rank to itself takes none of them: it waits in a `Mailbox`.
 """
 
 from __future__ import annotations
@@ -12,295 +18,190 @@ import threading
 from collections import deque
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.core.array_types import dtype_index
-from syncvar.core.errors import SyncvarError, UsageError
-from syncvar.runtime.call_record import CallInfo, PendingRecord
-from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
-from syncvar.runtime.p2p_requests import WAY, Sending
-from syncvar.runtime.request import Request
+from syncvar._native import MessageCounter
+from syncvar.algorithms.compile_schedule import compile_for_links
+from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
+from syncvar.core.array_arguments import deliver
+from syncvar.core.array_types import dtype_from_index
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.protocol.fixed_records import (
+    ARRAY,
+    BYTES,
+    RECORD_BYTES,
+    array_record,
+    pack_record,
+    unpack_record,
+)
+from syncvar.protocol.object_codec import unpack_object
+from syncvar.runtime.call_record import CallFields, CallInfo, CallLabel, PendingRecord
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.p2p_requests import WAY, Receiving, Sending
+from syncvar.runtime.request import Request, Stage
 from syncvar.runtime.work import Work
 from syncvar.shm.message_ring import array_code
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.communicator import CollectiveSpec, Communicator
-    from syncvar.runtime.p2p_endpoints import Landing
+    from syncvar.algorithms.schedule import Step
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
 
-    Finish = Callable[[int, NDArray[Any]], Any]  # of (kind, message)
-
-NOT_YET = object()
+_SOURCE, _DEST = 0, 1  # ranks of the pair
 _TYPES_MAX = 64  # message types cached per pair and tag
-_EXPORTED = "biufc"  # dtype kinds whose arrays are buffers
 _lock = threading.RLock()  # reentrant for signal handlers
 _TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
+SEND_NAMES = {ARRAY: "send", BYTES: "send_object"}
+RECV_NAMES = {ARRAY: "recv", BYTES: "recv_object"}
 
 
-class P2PContext(Protocol):
-    """The process context, as channels see it."""
+class ReceiveArgs(NamedTuple):
+    """What a receive takes: with `kind` ARRAY an array, perhaps in `out`; with BYTES an object."""
 
-    @property
-    def config(self) -> RuntimeConfig:
-        """The settings."""
+    kind: int = ARRAY
+    out: Any = None
+
+    def landing(
+        self, kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> NDArray[Any] | None:
+        """Return `out` if a message can be written directly to it."""
+        out = self.out
+        is_alike = (
+            kind == ARRAY
+            and type(out) is np.ndarray
+            and out.shape == shape
+            and out.dtype == dtype
+            and out.flags.c_contiguous
+            and out.flags.writeable
+        )
+        return out if is_alike else None
+
+    def finish(self, kind: int, message: NDArray[Any]) -> Any:
+        """Return the result of a message; raise ConfigError if it is not as expected."""
+        if kind == self.kind:
+            return deliver(message, self.out) if kind == ARRAY else unpack_object(message.tobytes())
+        if kind == BYTES:
+            raise ConfigError(
+                "the message is an object, not an array: receive it with sv.recv_object(source)"
+            )
+        raise ConfigError(
+            f"the message is an array, {message.dtype.name}{list(message.shape)}, not an object: "
+            f"receive it with sv.recv(source)"
+        )
+
+
+class Delivered(NamedTuple):
+    """The result of a receive, which may be None."""
+
+    result: Any
 
 
 class MessageType(NamedTuple):
     """Properties shared by messages of one dtype and shape."""
 
-    type_code: int  # packed type, see `RingWriter.put`
+    kind: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    type_code: int  # see `RingWriter.put`
     info: CallInfo  # shared part of the flight records
-    is_buffer: bool  # the array can be copied as it is
 
 
 class P2PChannel:
     """The messages of a pair and tag, as seen by one of the two ranks.
 
     Args:
-        context: Process context.
         stream: Sequence of the pair's calls.
+        tag: Tag of the messages.
         end: This rank's end of the message ring; None without shared memory.
-        array: Message kind of arrays.
-        request: Builds the call of an array's message, if the engine continues what C has begun.
+        context: Process context.
     """
 
-    __slots__ = (
-        "_array",
-        "_context",
-        "_request",
-        "_types",
-        "end",
-        "is_remembered",
-        "native",
-        "stream",
-    )
+    end: SendEndpoint | RecvEndpoint | None
 
     def __init__(
-        self,
-        context: P2PContext,
-        stream: Communicator,
-        end: RecvEndpoint | SendEndpoint | None,
-        array: int,
-        request: Callable[[P2PChannel, NDArray[Any]], CollectiveSpec],
+        self, stream: Communicator, tag: int, end: SendEndpoint | RecvEndpoint | None, context: Any
     ) -> None:
+        assert stream.engine is not None  # there are two ranks
+        self._engine = stream.engine
         self.stream = stream
+        self.tag = tag
         self.end = end
+        self.counter = MessageCounter(stream.identity, stream.next_call)
+        if end is not None:
+            stream.counter = self.counter
+            self._engine.book.count_by(self.counter)
         self.native: Any = None  # C endpoint, once it has something to do
-        self.is_remembered = False  # `send` or `recv` finds the C endpoint without Python
-        self._array = array
         self._context = context
-        self._request = request
-        self._types: dict[tuple[np.dtype[Any], tuple[int, ...], int], MessageType] = {}
+        self._eager_bytes: int = context.config.eager_bytes
+        self._types: dict[tuple[int, np.dtype[Any], tuple[int, ...]], MessageType] = {}
 
     def retire(self) -> None:
         """Stop using this channel: another one now counts messages of the pair and tag."""
-        native, self.native, self.is_remembered = self.native, None, False
+        native, self.native = self.native, None
         if native is not None:
             native.retire()
 
-    def send(
-        self,
-        array: NDArray[Any],
-        kind: int,
-        words: Callable[[], tuple[str, int]],
-        request: Callable[[], CollectiveSpec],
-        timeout: float | None,
-        *,
-        waits: bool,
-    ) -> bool:
-        """Send a message if the ring has space; a long one waits until the receiver has read it.
+    def _begin(self) -> bool:
+        """Return whether a message may begin without the engine; then this thread has `busy`."""
+        return self._engine.is_quiet and self.stream.busy.acquire(blocking=False)
 
-        Args:
-            array: The message.
-            kind: Message kind.
-            words: Returns the label of the call and the index of the dtype.
-            request: Builds the call if the engine has to continue.
-            timeout: Seconds; None for the job's default.
-            waits: The message is long.
+    def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
+        """Return the label of a call; `array` is the message, if it is known."""
+        raise NotImplementedError
 
-        Returns:
-            False if nothing has been done.
-        """
-        stream, outward = self.stream, self.end
-        engine, count = stream.engine, stream.count
-        if engine is None or count is None or not isinstance(outward, SendEndpoint):
-            return False
-        if not engine.is_quiet or (waits and engine.under_way):
-            return False
-        if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
-            return False
-        try:
-            message_type, number = self._type_of(array, kind, words), 0
-            call, begin = self.number(), monotonic_ns()
-            try:
-                if waits:
-                    number = outward.announce(message_type.type_code, stream.identity, call, array)
-                    is_accepted = number != 0
-                else:
-                    data = array if message_type.is_buffer else array.reshape(-1).view(np.uint8)
-                    name = message_type.type_code, stream.identity, call, array.shape
-                    is_accepted = outward.put(*name, data, array.nbytes, waits=True)
-                if not is_accepted:
-                    return False
-                count.next_call = count.number = stream.next_call = call + 1
-                is_over = not waits or outward.is_read_soon(number)
-                if is_over:
-                    stream.recorder.add(
-                        (message_type.info, call, begin, monotonic_ns(), get_ident())
-                    )
-                self._keep((array.dtype, array.shape, kind), message_type)
-                operation = None if is_over else self._resumed(request(), call, begin, number)
-            except BaseException as error:  # the other rank may or may not have the message
-                if number:
-                    outward.cancel(number)
-                stream.interrupt(call, begin, error)
-                raise
-            if operation is not None:
-                engine.take_over(operation, timeout)
-            return True
-        finally:
-            stream.busy.release()
-
-    def _type_of(
-        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]
-    ) -> MessageType:
-        """Return the properties that this message shares with others."""
-        message_type = self._types.get((array.dtype, array.shape, kind))
-        if message_type is not None:
-            return message_type
-        stream, (label, dtype) = self.stream, words()
-        info = CallInfo(label, stream.identity, stream.members, 0, array.nbytes, WAY)
-        return MessageType(array_code(kind, dtype, array.ndim), info, array.dtype.kind in _EXPORTED)
-
-    def take(
-        self,
-        request: Callable[[], CollectiveSpec],
-        landing: Landing,
-        finish: Callable[[int, NDArray[Any]], Any],
-        timeout: float | None,
-        *,
-        waits: bool,
-    ) -> Any:
-        """Receive a message that is there or comes while spinning; else the engine waits.
-
-        Returns NOT_YET if nothing has been done.
-        """
-        stream, inward = self.stream, self.end
-        engine, count = stream.engine, stream.count
-        if engine is None or count is None or not isinstance(inward, RecvEndpoint):
-            return NOT_YET
-        if not engine.is_quiet or engine.under_way or not stream.busy.acquire(blocking=False):
-            return NOT_YET
-        try:
-            number, begin = self.number(), monotonic_ns()
-            stream.next_call = count.number = number + 1
-            key = stream.identity, number
-            try:
-                message_parts = inward.take(key, landing)
-                while message_parts is None and waits and inward.wait():
-                    news = inward.seen
-                    message_parts = inward.take(key, landing)
-                    if inward.seen == news:  # another thread reads the ring
-                        break
-                if message_parts is not None:
-                    count.next_call = number + 1
-                    result = finish(*message_parts)
-                    message_type = self._received_type(request, *message_parts)
-                    stream.recorder.add(
-                        (message_type.info, number, begin, monotonic_ns(), get_ident())
-                    )
-                    return result
-                if not waits:
-                    stream.next_call = count.number = number
-                    return NOT_YET
-                operation = stream.operation(number, request(), begin)
-            except SyncvarError as error:
-                count.next_call = number + 1
-                stream.recorder.begin(self._call_info(request, 0), number, begin).end(error)
-                stream.recorder.failed(error)
-                raise
-            except BaseException as error:
-                stream.interrupt(number, begin, error)
-                raise
-            return engine.take_over(operation, timeout)
-        finally:
-            stream.busy.release()
-
-    def perform(
-        self,
-        name: str,
-        check: Callable[[], CollectiveSpec],
-        timeout: float | None,
-        *,
-        async_op: bool,
-    ) -> Any:
-        """Make a call on the slow path; see `Communicator.perform`."""
-        self.number()
-        try:
-            return self.stream.perform(name, check, timeout, async_op=async_op)
-        finally:
-            if self.stream.count is not None:
-                self.stream.count.number = self.stream.next_call
-
-    def number(self) -> int:
-        """Return the number of the next message, and update the communicator."""
-        stream, count = self.stream, self.stream.count
-        if count is not None and count.number > stream.next_call:
-            stream.next_call = count.number
-        return stream.next_call
-
-    def _call_info(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
-        stream, spec = self.stream, request()
-        spec.body.close()
-        return CallInfo(spec.label, stream.identity, stream.members, spec.digest, nbytes, WAY)
-
-    def _received_type(
-        self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
-    ) -> MessageType:
-        """Return the properties that a received message shares with others."""
-        key = message.dtype, message.shape, kind
+    def _type_of(self, kind: int, array: NDArray[Any]) -> MessageType:
+        """Return the properties that a message shares with others; raise ConfigError."""
+        key = kind, array.dtype, array.shape
         found = self._types.get(key)
         if found is None:
-            type_code = array_code(kind, dtype_index(message.dtype), message.ndim)
-            info = self._call_info(request, message.nbytes)
-            found = MessageType(type_code, info, is_buffer=False)
-        self._keep(key, found)
-        return found
-
-    def _keep(
-        self, key: tuple[np.dtype[Any], tuple[int, ...], int], message_type: MessageType
-    ) -> None:
-        """Cache a message type; for arrays, also in the C endpoint."""
-        if key not in self._types:
+            type_code = array_code(kind, array_record(array).dtype, array.ndim)
+            found = MessageType(*key, type_code, self._call_info(kind, array))
             if len(self._types) >= _TYPES_MAX:
                 self._types.clear()
-            self._types[key] = message_type
-        dtype, shape, kind = key
+            self._types[key] = found
+        return found
+
+    def _call_info(self, kind: int, array: NDArray[Any] | None) -> CallInfo:
+        stream, nbytes = self.stream, 0 if array is None else array.nbytes
+        label, digest = self._label(kind, array), fingerprint("message")
+        return CallInfo(label, stream.identity, stream.members, digest, nbytes, WAY)
+
+    def _complete(self, message_type: MessageType, call: int, begin: int) -> None:
+        """Count and record a message that has ended without the engine."""
+        stream = self.stream
+        self.counter.next_call = stream.next_call = call + 1
+        stream.recorder.add((message_type.info, call, begin, monotonic_ns(), get_ident()))
+        self._remember(message_type)
+
+    def _remember(self, message_type: MessageType) -> None:
+        """Let the C endpoint make messages of this dtype and shape from now on."""
+        kind, dtype, shape, type_code, info = message_type
         stream, end = self.stream, self.end
-        if kind != self._array or stream.engine is None or end is None:
+        if end is None or not end.is_native or kind != ARRAY:
             return
         if self.native is None:
             self.native = end.native_endpoint(
                 stream.identity,
-                self._context.config.eager_bytes,
-                count=stream.count,
-                engine=stream.engine,
+                self._eager_bytes,
+                stream=stream,
+                count=self.counter,
+                engine=self._engine,
                 context=self._context,
                 add=stream.recorder.add,
-                go_on=self._go_on,
+                go_on=self.continue_in_engine,
                 busy=stream.busy,
-                shared=stream.engine.under_way,
+                shared=self._engine.under_way,
             )
         if self.native is not None:
-            self.native.remember(dtype, shape, message_type.type_code, message_type.info)
+            self.native.remember(dtype, shape, type_code, info)
 
-    def _go_on(
+    def continue_in_engine(
         self,
         array: NDArray[Any],
         call: int,
@@ -309,108 +210,237 @@ class P2PChannel:
         done: int,
         error: BaseException | None,
     ) -> Any:
-        """Continue in the engine a long message that did not complete in C while spinning."""
-        stream, end, engine = self.stream, self.end, self.stream.engine
-        assert engine is not None
+        """Continue a long message that did not complete in C while spinning.
+
+        `number` is that of the message in the ring, `done` how many bytes went in parts, and
+        `error` what a signal handler has raised meanwhile.
+        """
+        stream, end = self.stream, self.end
         assert end is not None
         try:
-            if error is None and isinstance(end, RecvEndpoint):
-                end.adopt((stream.identity, call), self._array, array, done)
-        finally:
-            end.lock.release()
-        try:
-            if error is not None:
-                raise error
-            operation = self._resumed(self._request(self, array), call, begin, number, done)
+            try:
+                if error is not None:
+                    raise error
+                spec = self._resumed(array, call, number, done)
+            finally:
+                end.lock.release()
+            operation = stream.operation(call, spec, begin)
         except BaseException as failure:
-            if isinstance(end, SendEndpoint):
-                end.cancel(number)
+            end.cancel(number)
             stream.interrupt(call, begin, failure)
             raise
-        return engine.take_over(operation, None)
+        return self._engine.take_over(operation, None)
 
-    def _resumed(
-        self, spec: CollectiveSpec, call: int, begin: int, number: int, done: int = 0
-    ) -> Request:
-        """Return the call of a message that continues in the ring after `done` bytes."""
-        if isinstance(spec.message, Sending):
-            spec.message.go_on_with(number, done)
-        return self.stream.operation(call, spec, begin)
+    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CollectiveSpec:
+        """Return the call that continues a long message; the caller holds the ring's lock."""
+        raise NotImplementedError
+
+    def _stage(self, work: NDArray[Any], *steps: Step) -> Stage:
+        """Return a stage over the link for this end of the pair, with one step in each round."""
+        stream, rounds = self.stream, tuple((step,) for step in steps)
+        schedule = Schedule("message", "pair", stream.member_rank, 2, work.size, 0, rounds)
+        return Stage(compile_for_links(schedule, stream.members), work)
 
 
-def done(result: Any = None) -> Work:
-    """Return a completed work.
+class SendChannel(P2PChannel):
+    """The sender's side of a pair and tag."""
+
+    end: SendEndpoint | None
+
+    def send(self, kind: int, array: NDArray[Any], timeout: float | None, *, waits: bool) -> bool:
+        """Send a contiguous array through the ring; return False if nothing has been done.
+
+        A long one needs a caller that `waits`: the engine goes on if no receiver comes soon.
+        """
+        stream, end, is_long = self.stream, self.end, array.nbytes > self._eager_bytes
+        if end is None or (is_long and (self._engine.under_way or not waits)):
+            return False
+        message_type = self._type_of(kind, array)
+        if not self._begin():
+            return False
+        call, begin = stream.next_call, monotonic_ns()
+        message = Sending(end, message_type.type_code, array, is_long=is_long)
+        try:
+            try:
+                if not message.put((stream.identity, call), spins=True):
+                    return False
+                if message.is_read_soon():
+                    self._complete(message_type, call, begin)
+                    return True
+                stream.next_call = call + 1
+                operation = stream.operation(call, self.spec(kind, array, message), begin)
+            except BaseException as error:  # the other rank may or may not have the message
+                message.abandon()
+                stream.interrupt(call, begin, error)
+                raise
+            self._engine.take_over(operation, timeout)
+            self._remember(message_type)
+            return True
+        finally:
+            stream.busy.release()
+
+    def spec(
+        self, kind: int, array: NDArray[Any], message: Sending | None = None
+    ) -> CollectiveSpec:
+        """Return the call that sends an array, or an object as bytes; raise ConfigError."""
+        is_long = array.nbytes > self._eager_bytes
+        record = array_record(array, int(is_long))._replace(kind=kind)
+        if message is None and self.end is not None:
+            type_code = array_code(kind, record.dtype, array.ndim)
+            message = Sending(self.end, type_code, array, is_long=is_long)
+        data = np.frombuffer(pack_record(record), np.uint8)
+        body = self._stages(data, array.reshape(-1), waits=is_long)
+        return CollectiveSpec(self._label(kind, array), fingerprint("message"), body, message)
+
+    def _stages(
+        self, record: NDArray[Any], work: NDArray[Any], *, waits: bool
+    ) -> Generator[Stage, None, None]:
+        yield self._stage(record, Send(_DEST, Chunk(0, record.size)))
+        steps: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
+        yield self._stage(work, *steps, Send(_DEST, Chunk(0, work.size)))
+
+    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CollectiveSpec:
+        assert self.end is not None
+        type_code = self._type_of(ARRAY, array).type_code
+        message = Sending(self.end, type_code, array, number, done, is_long=True)
+        return self.spec(ARRAY, array, message)
+
+    def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
+        assert array is not None
+        name, peer = SEND_NAMES[kind], self.stream.members[_DEST]
+        fields = CallFields(name, size=array.nbytes, peer=peer, tag=self.tag)
+        shown = f"{array.nbytes} bytes"
+        if kind != BYTES:
+            dtype = array.dtype.name
+            shown = f"{dtype}{list(array.shape)}"
+            fields = fields._replace(dtype=dtype, shape=array.shape, elements=array.size)
+        return CallLabel(f"{name}({shown} to rank {peer}, tag {self.tag})", fields)
+
+
+class RecvChannel(P2PChannel):
+    """The receiver's side of a pair and tag."""
+
+    end: RecvEndpoint | None
+
+    def receive(self, args: ReceiveArgs, timeout: float | None, *, waits: bool) -> Delivered | None:
+        """Receive a message that is there. If it `waits`: or comes soon, else by the engine.
+
+        Return None if nothing has been done.
+        """
+        stream, end, engine = self.stream, self.end, self._engine
+        if end is None or engine.under_way or not self._begin():
+            return None
+        call, begin = stream.next_call, monotonic_ns()
+        try:
+            try:
+                key = stream.identity, call
+                received = end.take(key, args.landing, spins=waits)
+                if received is not None:
+                    delivered = Delivered(args.finish(*received))
+                    self._complete(self._type_of(*received), call, begin)
+                    return delivered
+                if not waits:
+                    return None
+                stream.next_call = call + 1
+                operation = stream.operation(call, self.spec(args), begin)
+            except SyncvarError as error:  # of this message only; the sender has completed
+                self.counter.next_call = stream.next_call = call + 1
+                stream.recorder.begin(self._call_info(args.kind, None), call, begin).end(error)
+                stream.recorder.failed(error)
+                raise
+            except BaseException as error:
+                stream.interrupt(call, begin, error)
+                raise
+            return Delivered(engine.take_over(operation, timeout))
+        finally:
+            stream.busy.release()
+
+    def spec(self, args: ReceiveArgs) -> CollectiveSpec:
+        """Return the call that receives a message."""
+        message = None if self.end is None else Receiving(self.end, args.landing, args.finish)
+        label = self._label(args.kind, None)
+        return CollectiveSpec(label, fingerprint("message"), self._stages(args), message)
+
+    def _stages(self, args: ReceiveArgs) -> Generator[Stage, None, Any]:
+        data = np.empty(RECORD_BYTES, np.uint8)
+        yield self._stage(data, Recv(_SOURCE, Chunk(0, data.size)))
+        record = unpack_record(data.tobytes())
+        output: NDArray[Any] = np.empty(record.shape, dtype_from_index(record.dtype))
+        work = output.reshape(-1)
+        steps: list[Step] = [Send(_SOURCE, Chunk(0, 0))] if record.nbytes else []
+        yield self._stage(work, *steps, Recv(_SOURCE, Chunk(0, work.size)))
+        return args.finish(record.kind, output)
+
+    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CollectiveSpec:
+        assert self.end is not None
+        self.end.adopt((self.stream.identity, call), ARRAY, array, done)
+        return self.spec(ReceiveArgs())
+
+    def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
+        name, peer = RECV_NAMES[kind], self.stream.members[_SOURCE]
+        fields = CallFields(name, peer=peer, tag=self.tag)
+        return CallLabel(f"{name}(from rank {peer}, tag {self.tag})", fields)
+
+
+def ended(result: Any = None, error: SyncvarError | None = None) -> Work:
+    """Return a work that has ended with a result or an error.
 
     Example:
-        >>> done(5).wait()
+        >>> ended(5).wait()
         5
     """
     operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
-    operation.complete(result)
-    return Work(None, operation)
-
-
-def failed(error: SyncvarError) -> Work:
-    """Return a failed work; `wait` raises its error."""
-    operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
-    operation.fail(error)
+    if error is None:
+        operation.complete(result)
+    else:
+        operation.fail(error)
     return Work(None, operation)
 
 
 class Mailbox:
-    """Messages with one tag that this rank has sent to itself, or receives that wait for them."""
+    """Messages with one tag that this rank has sent to itself, or receives that wait for them.
 
-    def __init__(self, boxes: dict[int, deque[Any]], rank: int, tag: int) -> None:
-        self._boxes = boxes
+    No other rank takes part and nobody waits, so they need no engine, ring or link, and a send of
+    any size ends at once. A world of one rank has only these messages.
+    """
+
+    def __init__(self, queues: dict[int, deque[Any]], rank: int, tag: int) -> None:
+        self._queues = queues
         self._rank = rank
         self._tag = tag
 
     def put(self, kind: int, message: NDArray[Any]) -> None:
         """Pass a message to the oldest receive, or keep it."""
         with _lock:
-            first = self._popped(_Expected)
+            first = self._popped(_OwnReceive)
             if first is None:
-                self._append((kind, message))
+                self._queues.setdefault(self._tag, deque()).append((kind, message))
                 return
-        first.take(kind, message)
+        first.accept(kind, message)
 
-    def take(self, name: str, finish: Finish) -> Any:
-        """Return `finish` of the oldest message; raise UsageError if there is none."""
+    def receive(self, args: ReceiveArgs, *, async_op: bool) -> Any:
+        """Receive the oldest message, or start a receive of the next one; raise UsageError."""
+        name = RECV_NAMES[args.kind]
         with _lock:
             first = self._popped(tuple)
-        if first is None:
-            raise self._refusal(
-                name,
-                f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, "
-                "async_op=True)",
-            )
-        return finish(*first)
-
-    def start(self, name: str, finish: Finish) -> Work:
-        """Return a receive of the oldest message, or of the next one."""
-        with _lock:
-            first = self._popped(tuple)
-            if first is None:
-                receive = _Expected(self._refusal(name, "wait after that"), finish)
-                self._append(receive)
+            if first is None and async_op:
+                receive = _OwnReceive(self._refusal(name, "wait after that"), args)
+                self._queues.setdefault(self._tag, deque()).append(receive)
                 return receive
-        return done(finish(*first))
+        if first is None:
+            example = f"sv.{name}({self._rank}, tag={self._tag}, async_op=True)"
+            raise self._refusal(name, f"start the receive before: work = {example}")
+        result = args.finish(*first)
+        return ended(result) if async_op else result
 
     def _popped(self, kind: type) -> Any:
         """Remove and return the oldest item if it has this type; else None."""
-        queue = self._boxes.get(self._tag)
+        queue = self._queues.get(self._tag)
         if queue is None or not isinstance(queue[0], kind):
             return None
         if len(queue) == 1:
-            del self._boxes[self._tag]
+            del self._queues[self._tag]
         return queue.popleft()
-
-    def _append(self, item: Any) -> None:
-        queue = self._boxes.get(self._tag)
-        if queue is None:
-            self._boxes[self._tag] = deque([item])
-        else:
-            queue.append(item)
 
     def _refusal(self, name: str, advice: str) -> UsageError:
         return UsageError(
@@ -419,23 +449,22 @@ class Mailbox:
         )
 
 
-class _Expected(Work):
+class _OwnReceive(Work):
     """A receive that was started before its message was sent."""
 
-    def __init__(self, refusal: UsageError, finish: Finish) -> None:
+    def __init__(self, refusal: UsageError, args: ReceiveArgs) -> None:
         self._refusal = refusal
-        self._finish_message = finish
+        self._args = args
         super().__init__(None, Request(PendingRecord(_TO_ITSELF, 0, 0), None))
 
-    def take(self, kind: int, message: NDArray[Any]) -> None:
+    def accept(self, kind: int, message: NDArray[Any]) -> None:
         """Complete with a message."""
-        operation = self._operation
         try:
-            result = self._finish_message(kind, message)
+            result = self._args.finish(kind, message)
         except SyncvarError as error:  # the receive fails, not the send
-            operation.fail(error)
+            self._operation.fail(error)
         else:
-            operation.complete(result)
+            self._operation.complete(result)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the message; raise UsageError, now or again later, if it has not been sent."""

@@ -15,13 +15,18 @@ from __future__ import annotations
 
 import collections
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native import message_end
 from syncvar._native.constants import EntryForm
 from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import SyncvarError
+from syncvar.shm.channel_table import BUDGET_S
+from syncvar.shm.message_ring import ENTRY_BYTES_MAX, RingEntry
+from syncvar.shm.segment_file import ABORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.state import Core
-    from syncvar.shm.message_ring import RingEntry, RingReader, RingTable, RingWriter
+    from syncvar.shm.channel_table import ProcessReader
+    from syncvar.shm.message_ring import RingReader, RingTable, RingWriter
 
     Key = tuple[int, int]  # (identity of the pair's calls, call number)
     # (kind, dtype, shape) -> buffer for a message.
@@ -43,116 +49,117 @@ class EndpointTable:
     Beyond `unexpected_nbytes_max` bytes of unexpected messages from one rank, messages use links.
     """
 
-    def __init__(self, boxes: RingTable, engine: Core, unexpected_nbytes_max: int) -> None:
-        self._boxes = boxes
-        self._engine = engine
+    def __init__(self, rings: RingTable, engine: Core, unexpected_nbytes_max: int) -> None:
+        self._rings = rings
         self._unexpected_nbytes_max = unexpected_nbytes_max
+        self._following = engine.book.following
         self._outward: dict[int, SendEndpoint] = {}
         self._inward: dict[int, RecvEndpoint] = {}
 
     def serves(self, rank: int) -> bool:
         """Return whether a world rank is on this host."""
-        return rank in self._boxes.channels.places
+        return rank in self._rings.channels.places
 
     def outward(self, dest: int) -> SendEndpoint:
         """Return the endpoint for sending to a rank."""
         return self._outward.get(dest) or self._outward.setdefault(
-            dest, SendEndpoint(self._boxes, dest)
+            dest, SendEndpoint(self._rings, dest)
         )
 
     def inward(self, source: int) -> RecvEndpoint:
         """Return the endpoint for receiving from a rank."""
-        created = self._inward.get(source)
-        if created is None:
-            limit, following = self._unexpected_nbytes_max, self._engine.book.following
-            created = RecvEndpoint(self._boxes, source, limit, following)
-            created = self._inward.setdefault(source, created)
-        return created
+        return self._inward.get(source) or self._inward.setdefault(
+            source,
+            RecvEndpoint(self._rings, source, self._unexpected_nbytes_max, self._following),
+        )
 
 
-class SendEndpoint:
+class RingEndpoint:
+    """This rank's end of the ring to or from another rank, for all groups and tags."""
+
+    def __init__(self, rings: RingTable, peer: int) -> None:
+        self.peer = peer
+        # Held while using the ring. No thread waits for it: a message that does not get it uses a
+        # link, or is received later.
+        self.lock = threading.Lock()
+        self.is_native = rings.channels.is_native  # C makes messages
+        self._rings = rings
+        self._wait = rings.channels.wait
+        self._ring: Any = None
+        self._unexpected: dict[Key, Received | RingEntry] = {}
+
+    def cancel(self, number: int) -> None:
+        """Withdraw a long message, if this is its sender."""
+
+    def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
+        """Return the C endpoint of a pair and tag, whose calls have an `identity`; or None.
+
+        `p2p.c` lists the `objects`.
+        """
+        ring, channels = self._ring, self._rings.channels
+        if ring is None:
+            return None
+        patience = channels.patience((channels.places[self.peer],)), int(BUDGET_S * 1e9)
+        places = ring.start, ring.ring_bytes, ENTRY_BYTES_MAX, eager_bytes, ABORT * 8
+        objects |= {"box": self.lock, "kept": self._unexpected}
+        return message_end(channels.shm.memory, places, identity, *patience, **objects)
+
+
+class SendEndpoint(RingEndpoint):
     """Messages to another rank."""
 
-    def __init__(self, boxes: RingTable, dest: int) -> None:
-        self.dest = dest
-        # Held while writing to the ring. No thread waits for it: a message that does not get it
-        # uses a link.
-        self.lock = threading.Lock()
-        self.shm = boxes.channels.shm
-        self.wait = boxes.channels.wait
-        self._boxes = boxes
-        self._ring: RingWriter | None = None
-        self._has_none = False
+    _ring: RingWriter | None
+    _has_none = False
+
+    @property
+    def announced_ring(self) -> RingWriter:
+        """The ring, in which a long message has been announced."""
+        assert self._ring is not None
+        return self._ring
 
     def ring_writer(self) -> RingWriter | None:
         """Return the ring, created by the first message; None if there is no space for it."""
         if self._ring is None and not self._has_none:
-            self._ring = self._boxes.outbox(self.dest)
+            self._ring = self._rings.outbox(self.peer)
             self._has_none = self._ring is None
         return self._ring
 
     def put(
-        self,
-        type_code: int,
-        stream: int,
-        call: int,
-        shape: tuple[int, ...],
-        data: Any,
-        nbytes: int,
-        *,
-        waits: bool,
-    ) -> bool:
-        """Write a message to the ring; return False without space or if another thread writes."""
-        if not self.lock.acquire(blocking=False):
-            return False
-        try:
-            ring = self.ring_writer()
-            if ring is None:
-                return False
-            while not ring.put(type_code, stream, call, shape, data, nbytes):
-                room = ring.room_at(shape, nbytes) if waits else None
-                if room is None or not self.wait(room[:1], room[1]):
-                    return False
-            return True
-        finally:
-            self.lock.release()
+        self, type_code: int, key: Key, array: NDArray[Any], *, is_long: bool, spins: bool
+    ) -> int | None:
+        """Write a message to the ring, or announce a long one.
 
-    def announce(self, type_code: int, stream: int, call: int, array: NDArray[Any]) -> int:
-        """Announce a long message; return its number in the ring, or 0 if there is no space."""
+        Return the number of a long message in the ring, and 0 for a short one. None: there is no
+        space, also not soon if it `spins`, or another thread writes.
+        """
         if not self.lock.acquire(blocking=False):
+            return None
+        try:
+            ring, shape = self.ring_writer(), array.shape
+            if ring is None:
+                return None
+            if is_long:
+                address = array.__array_interface__["data"][0]
+                offset = self._rings.channels.shm.locate(array)
+                place = 0 if offset is None else offset + 1
+                number = ring.put_address(type_code, *key, shape, array.nbytes, address, place)
+                return number or None
+            data = array.reshape(-1).view(np.uint8)
+            while not ring.put(type_code, *key, shape, data, data.size):
+                room = ring.room_at(shape, data.size) if spins else None
+                if room is None or not self._wait(room[:1], room[1]):
+                    return None
             return 0
-        try:
-            ring = self.ring_writer()
-            if ring is None:
-                return 0
-            address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
-            place = 0 if offset is None else offset + 1
-            return ring.put_address(
-                type_code, stream, call, array.shape, array.nbytes, address, place
-            )
         finally:
             self.lock.release()
 
-    def is_read_soon(self, number: int) -> bool:
-        """Spin for a short while; return whether a long message has been read."""
-        ring = self.ring_writer()
-        if ring is None or not self.wait((ring.answers_at(number),), (number << 1) - 1):
-            return False
-        return ring.answer(number) == 2
+    def is_answered(self, number: int) -> bool:
+        """Spin for a short while; return whether the receiver has answered a long message."""
+        return self._wait((self.announced_ring.answers_at(number),), (number << 1) - 1)
 
     def cancel(self, number: int) -> None:
         """Withdraw a long message."""
-        ring = self.ring_writer()
-        if ring is not None:
-            ring.cancel(number)
-
-    def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
-        if self._ring is None:
-            return None
-        return self._boxes.native_endpoint(
-            self._ring, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects
-        )
+        self.announced_ring.cancel(number)
 
     def announce_link(self) -> None:
         """Announce, as the driver, that a message goes over a link.
@@ -171,11 +178,6 @@ class SendEndpoint:
                 self.lock.release()
 
 
-class _PendingMessage(NamedTuple):
-    kind: int
-    message: NDArray[Any]
-
-
 class _Parts:
     def __init__(self, kind: int, message: NDArray[Any]) -> None:
         self.kind = kind
@@ -184,52 +186,37 @@ class _Parts:
         self.missing = self.bytes.size
 
 
-class RecvEndpoint:
+class RecvEndpoint(RingEndpoint):
     """Messages from another rank; `following` returns the number of the next call of a pair."""
+
+    _ring: RingReader | None
 
     def __init__(
         self,
-        boxes: RingTable,
-        source: int,
+        rings: RingTable,
+        peer: int,
         unexpected_nbytes_max: int,
         following: Callable[[int], int],
     ) -> None:
-        self.source = source
-        self.lock = threading.Lock()
+        super().__init__(rings, peer)
         self.expected: set[Key] = set()  # receives that wait in the engine
         self.links = 0  # messages received over links
-        self._boxes = boxes
-        self._wait = boxes.channels.wait
-        self._ring: RingReader | None = None
-        self.seen = 0  # last news of the sender that was read
-        self._unexpected: dict[Key, _PendingMessage | RingEntry] = {}
+        self._seen = 0  # last news of the sender that was read
         self._unexpected_nbytes = 0
         self._unexpected_nbytes_max = unexpected_nbytes_max
         self._refuses = False
         self._parts: dict[Key, _Parts] = {}
         self._forgotten: collections.deque[Key] = collections.deque()  # keys of failed receives
         self._following = following
-        self._reach: Any = False  # False: not known yet; None: impossible
+
+    @cached_property
+    def _reader(self) -> ProcessReader | None:
+        return self._rings.reach(self.peer)
 
     @property
     def is_without_ring(self) -> bool:
         """Whether all messages from this rank come over links."""
-        return self._ring is None and self._boxes.has_none(self.source)
-
-    @property
-    def may_look(self) -> bool:
-        """Whether spinning can end a wait: no announced message is known to come over a link."""
-        ring = self._ring
-        return ring.by_link <= self.links if ring is not None else not self.is_without_ring
-
-    def native_endpoint(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
-        """Return the C endpoint, or None; see `RingTable.native_endpoint`."""
-        if self._ring is None:
-            return None
-        objects = {"box": self.lock, "kept": self._unexpected, **objects}
-        return self._boxes.native_endpoint(
-            self._ring, self.source, identity, eager_bytes, **objects
-        )
+        return self._ring is None and self._rings.has_none(self.peer)
 
     def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
         """Continue, holding the lock, a long message of which C has received the first bytes."""
@@ -237,28 +224,40 @@ class RecvEndpoint:
         parts.missing -= done
 
     def wait(self) -> bool:
-        """Spin for a short while; return whether there is news."""
-        if not self.may_look:
-            return False
-        ring = self._ring
-        if ring is None:
-            return self._wait((self._boxes.appears_word(self.source),), 1)
-        return self._wait((ring.news_at,), self.seen + 1)
+        """Spin for a short while; return whether there is news.
 
-    def take(self, key: Key, landing: Landing) -> Received | None:
-        """Return a message if it is there, in the buffer from `landing` or a new array."""
+        Return at once if spinning cannot help: an announced message is known to come over a link.
+        """
+        ring = self._ring
+        if ring is not None:
+            return ring.by_link <= self.links and self._wait((ring.news_at,), self._seen + 1)
+        if self.is_without_ring:
+            return False
+        return self._wait((self._rings.appears_word(self.peer),), 1)
+
+    def take(self, key: Key, landing: Landing, *, spins: bool) -> Received | None:
+        """Return a message in the buffer from `landing` or a new array; None if it is not there.
+
+        If it `spins`, it waits for a short while.
+        """
+        received = self._take(key, landing)
+        while received is None and spins and self.wait():
+            before = self._seen
+            received = self._take(key, landing)
+            if self._seen == before:  # another thread reads the ring
+                break
+        return received
+
+    def _take(self, key: Key, landing: Landing) -> Received | None:
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            self._drop_forgotten()
-            parts = self._parts.get(key)
-            if parts is not None and not parts.missing:
-                del self._parts[key]
-                return parts.kind, parts.message
-            found = self._unexpected.pop(key, None)
-            return (
-                self._search(key, landing) if found is None else self._opened(key, found, landing)
-            )
+            while self._forgotten:
+                forgotten = self._forgotten.popleft()
+                self._parts.pop(forgotten, None)
+                self._pop(forgotten)
+            found = self._pop(key) or self._search(key, landing)
+            return self._read(key, found, landing) if isinstance(found, RingEntry) else found
         finally:
             self.lock.release()
 
@@ -269,55 +268,55 @@ class RecvEndpoint:
 
     # -- with the lock -----------------------------------------------------------------------------
 
-    def _drop_forgotten(self) -> None:
-        while self._forgotten:
-            key = self._forgotten.popleft()
-            self._parts.pop(key, None)
-            found = self._unexpected.pop(key, None)
-            if isinstance(found, _PendingMessage):
-                self._let_go(found)
+    def _pop(self, key: Key) -> Received | RingEntry | None:
+        """Take out a message that came before its receive."""
+        found, ring = self._unexpected.pop(key, None), self._ring
+        if found is not None and not isinstance(found, RingEntry):
+            self._unexpected_nbytes -= found[1].nbytes
+            is_low = self._unexpected_nbytes * 2 < self._unexpected_nbytes_max
+            if self._refuses and is_low and ring is not None:
+                self._refuses = False
+                ring.refuse(refuses=False)
+        return found
 
-    def _search(self, key: Key, landing: Landing) -> Received | None:
-        ring = self._ring
+    def _search(self, key: Key, landing: Landing) -> Received | RingEntry | None:
+        """Read the ring up to a message; return it, or where a long one is."""
+        ring = self._ring = self._ring or self._rings.inbox(self.peer)
         if ring is None:
-            ring = self._ring = self._boxes.inbox(self.source)
-            if ring is None:
-                return None
-        while True:
-            self.seen = ring.news
+            return None
+        parts = self._parts.get(key)
+        while parts is None or parts.missing:
+            self._seen = ring.news
             entry = ring.first()
             if entry is None:
                 return None
+            is_own = (entry.stream, entry.call) == key
             if entry.form == EntryForm.PART:
-                ended = self._add(ring, entry)
-                ring.free()
-                if ended == key:
-                    parts = self._parts.pop(key)
-                    return parts.kind, parts.message
-            elif (entry.stream, entry.call) != key:
+                self._add(ring, entry)
+            elif not is_own:
                 self._keep(ring, entry)
-                ring.free()
             elif entry.form == EntryForm.WHOLE:
-                created = self._landed(entry, landing, ring.bytes_at(entry.data, entry.nbytes))
+                created = self._copied(entry, ring.bytes_at(entry.data, entry.nbytes), landing)
                 ring.free()
                 return entry.kind, created
-            else:
-                ring.free()
-                return self._opened(key, entry, landing)
-
-    def _landed(
-        self, entry: RingEntry, landing: Landing, source: NDArray[np.uint8]
-    ) -> NDArray[Any]:
-        created = self._buffer_for(entry, landing)
-        if entry.nbytes:
-            created.reshape(-1).view(np.uint8)[...] = source
-        return created
+            ring.free()
+            if is_own and entry.form == EntryForm.BY_ADDRESS:
+                return entry
+        del self._parts[key]
+        return parts.kind, parts.message
 
     @staticmethod
-    def _buffer_for(entry: RingEntry, landing: Landing) -> NDArray[Any]:
+    def _buffer_for(entry: RingEntry, landing: Landing | None) -> NDArray[Any]:
         dtype = dtype_from_index(entry.dtype)
-        created = landing(entry.kind, dtype, entry.shape)
-        return np.empty(entry.shape, dtype) if created is None else created
+        found = None if landing is None else landing(entry.kind, dtype, entry.shape)
+        return np.empty(entry.shape, dtype) if found is None else found
+
+    def _copied(
+        self, entry: RingEntry, source: NDArray[np.uint8], landing: Landing | None = None
+    ) -> NDArray[Any]:
+        created = self._buffer_for(entry, landing)
+        created.reshape(-1).view(np.uint8)[...] = source
+        return created
 
     def _keep(self, ring: RingReader, entry: RingEntry) -> None:
         key = entry.stream, entry.call
@@ -328,36 +327,12 @@ class RecvEndpoint:
         if entry.form == EntryForm.BY_ADDRESS:
             self._unexpected[key] = entry
             return
-        message = np.empty(entry.shape, dtype_from_index(entry.dtype))
-        if entry.nbytes:
-            message.reshape(-1).view(np.uint8)[...] = ring.bytes_at(entry.data, entry.nbytes)
-        self._unexpected[key] = _PendingMessage(entry.kind, message)
+        message = self._copied(entry, ring.bytes_at(entry.data, entry.nbytes))
+        self._unexpected[key] = entry.kind, message
         self._unexpected_nbytes += message.nbytes
         if self._unexpected_nbytes > self._unexpected_nbytes_max and not self._refuses:
             self._refuses = True
             ring.refuse(refuses=True)
-
-    def _let_go(self, found: _PendingMessage) -> None:
-        self._unexpected_nbytes -= found.message.nbytes
-        if (
-            self._refuses
-            and self._ring is not None
-            and self._unexpected_nbytes * 2 < self._unexpected_nbytes_max
-        ):
-            self._refuses = False
-            self._ring.refuse(refuses=False)
-
-    def _opened(
-        self, key: Key, found: _PendingMessage | RingEntry, landing: Landing
-    ) -> Received | None:
-        if isinstance(found, _PendingMessage):
-            self._let_go(found)
-            created = landing(found.kind, found.message.dtype, found.message.shape)
-            if created is None:
-                return found.kind, found.message
-            created[...] = found.message
-            return found.kind, created
-        return self._read(key, found, landing)
 
     def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Received | None:
         """Read a long message; None if it is withdrawn, comes in parts, or the sender died."""
@@ -366,17 +341,16 @@ class RecvEndpoint:
         if ring.is_cancelled(entry.number):
             return None
         if entry.offset:
-            created = self._landed(entry, landing, ring.resident(entry.offset - 1, entry.nbytes))
+            source = ring.resident(entry.offset - 1, entry.nbytes)
+            created = self._copied(entry, source, landing)
         else:
-            if self._reach is False:
-                self._reach = self._boxes.reach(self.source)
             created = self._buffer_for(entry, landing)
-            if self._reach is None:
+            if self._reader is None:
                 self._parts[key] = _Parts(entry.kind, created)
                 ring.want(entry.number)
                 return None
             try:
-                is_alive = self._reach.read(0, entry.place, created)
+                is_alive = self._reader.read(0, entry.place, created)
             except SyncvarError:
                 if ring.is_cancelled(entry.number):
                     return None
@@ -388,14 +362,10 @@ class RecvEndpoint:
         ring.confirm(entry.number)
         return entry.kind, created
 
-    def _add(self, ring: RingReader, entry: RingEntry) -> Key | None:
-        """Copy a part into its message; return the key if it was the last part."""
-        key = entry.stream, entry.call
-        parts = self._parts.get(key)
-        if parts is None:
-            return None  # its receive has failed
-        parts.bytes[entry.place : entry.place + entry.nbytes] = ring.bytes_at(
-            entry.data, entry.nbytes
-        )
-        parts.missing -= entry.nbytes
-        return None if parts.missing else key
+    def _add(self, ring: RingReader, entry: RingEntry) -> None:
+        """Copy a part into its message, unless its receive has failed."""
+        parts = self._parts.get((entry.stream, entry.call))
+        if parts is not None:
+            source = ring.bytes_at(entry.data, entry.nbytes)
+            parts.bytes[entry.place : entry.place + entry.nbytes] = source
+            parts.missing -= entry.nbytes

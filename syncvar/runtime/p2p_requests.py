@@ -1,7 +1,7 @@
 """Requests between two ranks that wait in the engine: messages, and remote gets outside of groups.
 
 A message goes through the message ring if possible, else over a link; the receiver polls both. A
-long message waits in the ring until the receiver has read it.
+long message waits in the ring until the receiver has read it. `p2p_channel` lists all ways.
 
 In a get, one process asks by key. The driver of the other's engine, at worst the progress thread,
 answers from published data. A get has a number of its own. If no answer comes in time, only the get
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.core.errors import DeadlineExceeded, InternalError, SyncvarError
+from syncvar.core.errors import DeadlineExceeded, SyncvarError
 from syncvar.protocol.frame import FrameType, Header
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount
 from syncvar.runtime.call_record import UNRECORDED, own_site
 from syncvar.runtime.request import BodyError
+from syncvar.shm.message_ring import RingAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,205 +41,197 @@ if TYPE_CHECKING:
 
 WAY = "shm message"  # in flight records
 _LINE_MAX = 200  # characters of a program line; all of them must fit into one control message
+_EMPTY = memoryview(b"")
 
 Answer = tuple[bytes, memoryview]  # description, and bytes that are never written again
 
 
-class Sending:
-    """A message to send; its request waits for this object until the receiver has answered."""
+class RingRequest:
+    """A message in the ring; its request waits for this object, which is a `Wait`."""
 
-    def __init__(
-        self, outward: SendEndpoint, type_word: int, array: NDArray[Any], *, waits: bool
-    ) -> None:
-        self._outward = outward
-        self._type_word = type_word
-        self._array = array
-        self._waits = waits
-        self._bytes = array.reshape(-1).view(np.uint8).data
-        self._number = 0  # number of a long message in the ring
-        self._sent_nbytes = 0  # bytes sent in parts
-        self._group = self._call = 0
-
-    def go_on_with(self, number: int, sent_nbytes: int = 0) -> None:
-        """Continue an announced long message, of which `sent_nbytes` have been sent in parts."""
-        self._number = number
-        self._sent_nbytes = sent_nbytes
-
-    def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of the call, given those over a link; none is taken before the first."""
-        self._group, self._call = entry.info.group, entry.call
-        return self._steps(entry, over_link)
-
-    # -- the `Wait` protocol -----------------------------------------------------------------------
+    need = 0  # bytes sent in parts
+    _end: SendEndpoint | RecvEndpoint
+    _key: Key
+    _links: LinkExchange
 
     @property
-    def need(self) -> int:
-        """Number that changes whenever the message makes progress."""
-        return self._sent_nbytes
+    def awaiting(self) -> tuple[int, ...]:
+        """The other rank."""
+        return (self._end.peer,)
+
+    def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
+        """Return the steps of the call, given those over a link; none is taken before the first."""
+        self._key = entry.info.group, entry.call
+        self._links = links
+        return self._steps(entry, over_link)
+
+    def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
+        raise NotImplementedError
+
+
+class Sending(RingRequest):
+    """A message to send; a long one waits for its receiver.
+
+    An announced one has a `number` in the ring, and `sent_nbytes` of it have been sent in parts.
+    """
+
+    _end: SendEndpoint
+
+    def __init__(
+        self,
+        end: SendEndpoint,
+        type_code: int,
+        array: NDArray[Any],
+        number: int = 0,
+        sent_nbytes: int = 0,
+        *,
+        is_long: bool,
+    ) -> None:
+        self._end = end
+        self._type_code = type_code
+        self._array = array
+        self._is_long = is_long
+        self._number = number
+        self.need = sent_nbytes
+
+    def put(self, key: Key, *, spins: bool) -> bool:
+        """Write or announce the message in the ring; return False if that is impossible."""
+        number = self._end.put(
+            self._type_code, key, self._array, is_long=self._is_long, spins=spins
+        )
+        self._number = number or 0
+        return number is not None
+
+    def is_read_soon(self) -> bool:
+        """Return whether no receiver has to come, or it reads a long message while this spins."""
+        if self._number == 0:
+            return True
+        ring, number = self._end.announced_ring, self._number
+        return self._end.is_answered(number) and ring.answer(number) == RingAnswer.RECEIVED
 
     @property
     def needs_looks(self) -> bool:
         """Whether this waits for the receiver's answer, which needs polling."""
         return self._number != 0
 
-    @property
-    def is_published(self) -> bool:
-        """Whether the receiver may have seen the message."""
-        return self._number != 0
-
-    @property
-    def awaiting(self) -> tuple[int, ...]:
-        """The receiver."""
-        return (self._outward.dest,)
+    is_published = needs_looks  # then the receiver may have seen the message
 
     def is_reached(self) -> bool:
         """Send the requested parts; return whether the receiver has the message."""
-        outward, ring = self._outward, self._outward.ring_writer()
-        if ring is None:
-            raise InternalError("the ring of an announced message is gone")
+        end, ring, nbytes = self._end, self._end.announced_ring, self._array.nbytes
         answer = ring.answer(self._number)
-        if answer != 1 or not outward.lock.acquire(blocking=False):
-            return answer == 2
-        nbytes = len(self._bytes)
+        if answer != RingAnswer.WANTS_PARTS or not end.lock.acquire(blocking=False):
+            return answer == RingAnswer.RECEIVED
+        data = self._array.reshape(-1).view(np.uint8)
         try:
-            while self._sent_nbytes < nbytes and (
-                sent := ring.part(self._group, self._call, self._sent_nbytes, self._bytes)
-            ):
-                self._sent_nbytes += sent
+            while self.need < nbytes and (sent := ring.part(*self._key, self.need, data)):
+                self.need += sent
         finally:
-            outward.lock.release()
-        if self._sent_nbytes == nbytes:
+            end.lock.release()
+        if self.need == nbytes:
             ring.cancel(self._number)  # its number becomes free
-        return self._sent_nbytes == nbytes
+        return self.need == nbytes
 
     def look(self) -> bool:
         """Spin for a short while; return whether the receiver has answered."""
-        ring = self._outward.ring_writer()
+        ring = self._end.announced_ring
         # the receiver has to read the sent parts first
-        if ring is None or ring.answer(self._number) == 1:
+        if ring.answer(self._number) == RingAnswer.WANTS_PARTS:
             return False
-        return self._outward.wait((ring.answers_at(self._number),), (self._number << 1) - 1)
-
-    # -- the steps ---------------------------------------------------------------------------------
+        return self._end.is_answered(self._number)
 
     def abandon(self) -> None:
         """Withdraw the message of a failed call."""
         if self._number:
-            self._outward.cancel(self._number)
+            self._end.cancel(self._number)
 
     def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             try:
-                goes_by_link = not self._number and not self._put()
-                if goes_by_link:
-                    self._outward.announce_link()
+                goes_by_link = not self._number and not self.put(self._key, spins=False)
             except SyncvarError as error:  # an error of this message only
                 raise BodyError(error) from error
             if goes_by_link:
+                self._end.announce_link()
                 return (yield from over_link)
             if self._number:
                 yield self
         finally:
             over_link.close()
-        _record_ring_transfer(entry, len(self._bytes))
+        entry.way, entry.nbytes = WAY, self._array.nbytes
         return None
 
-    def _put(self) -> bool:
-        """Write or announce the message in the ring; return False if that is impossible."""
-        array = self._array
-        if self._waits:
-            self._number = self._outward.announce(self._type_word, self._group, self._call, array)
-            return self._number != 0
-        name = self._type_word, self._group, self._call, array.shape
-        return self._outward.put(*name, self._bytes, array.nbytes, waits=False)
 
+class Receiving(RingRequest):
+    """A message to receive."""
 
-class Receiving:
-    """A message to receive; its request waits for this object until the message comes."""
-
-    need = 0
+    is_published = False  # the sender does not see that this rank waits
+    _end: RecvEndpoint
 
     def __init__(
-        self, inward: RecvEndpoint, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+        self, end: RecvEndpoint, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
     ) -> None:
-        self._inward = inward
+        self._end = end
         self._landing = landing
         self._finish = finish
-        self._links: LinkExchange | None = None
-        self._key: Key = (0, 0)
         self._received: Received | None = None
 
     def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
-        """Return the steps of the call, given those over a link; now the message is expected."""
-        self._links = links
-        self._key = entry.info.group, entry.call
-        self._inward.expected.add(self._key)
-        return self._steps(entry, over_link)
-
-    # -- the `Wait` protocol -----------------------------------------------------------------------
+        """Return the steps of the call; now the message is expected."""
+        self._end.expected.add((entry.info.group, entry.call))
+        return super().steps(entry, links, over_link)
 
     @property
     def needs_looks(self) -> bool:
         """Whether the message may come through the ring, which needs polling."""
-        return not self._inward.is_without_ring
-
-    @property
-    def is_published(self) -> bool:
-        """Return False: the sender does not see that this rank waits."""
-        return False
-
-    @property
-    def awaiting(self) -> tuple[int, ...]:
-        """The sender."""
-        return (self._inward.source,)
+        return not self._end.is_without_ring
 
     def is_reached(self) -> bool:
         """Take the message if it is there; return whether it was, or comes over a link."""
-        if self._links is not None and self._links.has_heard:
+        if self._links.has_heard:
             return True
         try:
-            self._received = self._inward.take(self._key, self._landing)
+            self._received = self._end.take(self._key, self._landing, spins=False)
         except SyncvarError as error:  # an error of this message only; the sender has completed
             raise BodyError(error) from error
         return self._received is not None
 
     def look(self) -> bool:
         """Spin for a short while; return whether something has come."""
-        return self._inward.wait()
-
-    # -- the steps ---------------------------------------------------------------------------------
+        return self._end.wait()
 
     def abandon(self) -> None:
         """Drop the message of a failed call."""
-        self._inward.forget(self._key)
+        self._end.forget(self._key)
 
     def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             next(over_link)  # starts the exchange: the first round waits for a frame
             yield self
+            self._end.expected.discard(self._key)
             if self._received is None:
-                self._inward.links += 1
-                self._inward.expected.discard(self._key)
+                self._end.links += 1
                 return (yield from over_link)
         finally:
             over_link.close()
         kind, message = self._received
-        self._inward.expected.discard(self._key)
         try:
             result = self._finish(kind, message)
         except SyncvarError as error:
             raise BodyError(error) from error
-        _record_ring_transfer(entry, message.nbytes)
+        entry.way, entry.nbytes = WAY, message.nbytes
         return result
-
-
-def _record_ring_transfer(entry: PendingRecord, nbytes: int) -> None:
-    entry.way = WAY
-    entry.nbytes = nbytes
 
 
 class GetRequest:
     """A remote get that waits for its answer; it is an `Awaited`."""
+
+    call = -1
+    entry = UNRECORDED
+    thread = 0
+    is_over = False
+    error: BaseException | None = None
+    result: tuple[bytes, bytes] | None = None
 
     def __init__(self, peer: int, key: int, label: str, deadline: float, timeout_s: float) -> None:
         self.peer = peer
@@ -246,12 +239,6 @@ class GetRequest:
         self.label = label
         self.deadline = deadline
         self.timeout_s = timeout_s
-        self.call = -1
-        self.entry = UNRECORDED
-        self.thread = 0
-        self.is_over = False
-        self.error: BaseException | None = None
-        self.result: tuple[bytes, bytes] | None = None
         self._parts: dict[int, bytes | memoryview] = {}
 
     def look(self) -> bool:
@@ -307,22 +294,20 @@ class GetRequests:
             else:
                 question.call = next(self._numbers)
                 self._open[question.call] = question
-                self._send(FrameType.ASK, question.peer, question.call, question.key, 0, 0, None)
+                self._send(FrameType.ASK, question.peer, question.call, question.key)
 
     def answer(self, header: Header) -> None:
         """Answer a request of another rank."""
-        source, call, key = header.source, header.call, header.fingerprint
-        found = self.find(key)
+        where = FrameType.ANSWER, header.source, header.call, header.fingerprint
+        found = self.find(header.fingerprint)
         if found is None:
-            self._send(FrameType.ANSWER, source, call, key, 0, 0, None)
+            self._send(*where)
             return
         description, data = found
         starts = range(0, data.nbytes, self._segment_bytes)
-        count = 1 + len(starts)
-        self._send(FrameType.ANSWER, source, call, key, count, 0, memoryview(description))
-        for segment, start in enumerate(starts, 1):
-            piece = data[start : start + self._segment_bytes]
-            self._send(FrameType.ANSWER, source, call, key, count, segment, piece)
+        pieces = [memoryview(description), *(data[at : at + self._segment_bytes] for at in starts)]
+        for segment, piece in enumerate(pieces):
+            self._send(*where, len(pieces), segment, piece)
 
     def accept(self, frame: Frame) -> bool:
         """Use a frame of an answer, if it is not late; return whether it completed a request."""
@@ -339,14 +324,10 @@ class GetRequests:
         for number, question in list(self._open.items()):
             if now >= question.deadline:
                 del self._open[number]
-                question.fail(
-                    DeadlineExceeded(
-                        f"{question.label} was not answered within {question.timeout_s:g} s by "
-                        f"rank {question.peer}; the group is not affected",
-                        (question.peer,),
-                        question.timeout_s,
-                    )
-                )
+                peer, allowed = question.peer, question.timeout_s
+                text = f"{question.label} was not answered within {allowed:g} s by rank {peer}"
+                text += "; the group is not affected"
+                question.fail(DeadlineExceeded(text, (peer,), allowed))
                 due = now
             else:
                 due = min(due, question.deadline)
@@ -359,22 +340,20 @@ class GetRequests:
                 del self._open[number]
                 question.fail(error)
 
-    def _send(
+    def _send(  # noqa: PLR0917
         self,
         kind: FrameType,
         peer: int,
         call: int,
         key: int,
-        count: int,
-        segment: int,
-        payload: memoryview | None,
+        count: int = 0,
+        segment: int = 0,
+        payload: memoryview = _EMPTY,
     ) -> None:
-        nbytes = 0 if payload is None else payload.nbytes
-        header = Header(
-            kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes
-        ).pack()
+        core, nbytes = self._core, payload.nbytes
+        header = Header(kind, core.rank, core.generation, 0, call, count, segment, key, nbytes)
         self.frames_sent += 1
-        self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
+        core.transport.send(peer, header.pack(), payload if nbytes else None, borrow=True)
 
 
 def _nothing(_key: int) -> None:

@@ -42,6 +42,7 @@ DISAGREE = 0
 
 _MISSING = object()
 _FOUND_MAX = 1024
+_VIEWS_MAX = 256  # placements of slots: two sides, and the ring of slots
 _NONE: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
 _SOURCE, _TARGET, _SCRATCH = map(int, (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH))
 
@@ -183,10 +184,9 @@ def open_code(
     arithmetic: Arithmetic,
     arrays: Arrays,
     side: int,
-    slots: tuple[int, ...] | None = None,
 ) -> None:
     """Make the copies of phase 0 into cells or the slot of this side; see `run_code`."""
-    found = _found(channel, code, arithmetic, arrays, channel.own_side(side), slots)
+    found = _found(channel, code, arithmetic, arrays, channel.own_side(side))
     native = _native(channel, code, arithmetic, found)
     if native is not None:
         open_program(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
@@ -263,6 +263,65 @@ def _reading(channel: GroupChannel, store: Copier) -> Copier:
     return stored
 
 
+class SlotProgram:
+    """Programs of vectors that go through one slot of each rank, for repeated calls.
+
+    Args:
+        channel: This rank's channel.
+        parts: The program of each vector, its arithmetic, and its start in the slot in bytes.
+        ring_bytes: Bytes of the vector, if the C extension of a rank may put it into the ring of
+            slots; 0 if it is in the fixed slot.
+    """
+
+    def __init__(
+        self,
+        channel: GroupChannel,
+        parts: Sequence[tuple[CompiledProgram, Arithmetic, int]],
+        ring_bytes: int = 0,
+    ) -> None:
+        self.channel, self._parts, self._ring_bytes = channel, parts, ring_bytes
+        # By the offsets of all slots: the memories of each part that are slots, else None.
+        self._views: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def put(self, arrays: Sequence[Arrays]) -> None:
+        """Write the flat (SOURCEs, TARGETs) of each part into the slot that comes next."""
+        channel, copy = self.channel, copier()
+        own = channel.small_offset(channel.rank, channel.side ^ 1)
+        all_views = self._views_at((own,) * channel.size)
+        for (code, _, _), views, both in zip(self._parts, all_views, arrays, strict=True):
+            run_opening(code, memories_of(code, views, both), copy)
+
+    def run(self, arrays: Sequence[Arrays]) -> None:
+        """Run the programs, after all ranks have written their slots."""
+        channel, copy = self.channel, copier()
+        all_views = self._views_at(channel.slots_now(self._ring_bytes))
+        for (code, arithmetic, _), views, both in zip(self._parts, all_views, arrays, strict=True):
+            memories = memories_of(code, views, both, arithmetic.wire)
+            store, fold = storer(arithmetic, copy), folder(arithmetic)
+            for _ in interpret(channel, code.steps, memories, copy, store, fold):
+                raise InternalError("a program of slots must not wait")
+
+    def _views_at(self, slots: tuple[int, ...]) -> list[list[Any]]:
+        found = self._views.get(slots)
+        if found is None:
+            found = [self._views_of(slots, *part) for part in self._parts]
+            if self.channel.shm.is_checked:  # each use is checked anew
+                return found
+            if len(self._views) >= _VIEWS_MAX:
+                self._views.clear()
+            self._views[slots] = found
+        return found
+
+    def _views_of(
+        self, slots: tuple[int, ...], code: CompiledProgram, arithmetic: Arithmetic, start: int
+    ) -> list[Any]:
+        views: list[Any] = [None] * len(code.sizes)
+        for number, memory in code.shared:
+            offset, count = slots[memory.rank] + start, code.sizes[memory]
+            views[number] = self.channel.resident(offset, count, arithmetic.wire)
+        return views
+
+
 def _found(
     channel: GroupChannel,
     code: CompiledProgram,
@@ -273,24 +332,38 @@ def _found(
     location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> list[Any]:
     """Return the memories of a program: arrays, `ShmRef`, `RemoteRef`, or None if not known yet."""
-    (sources, targets), wire = arrays, arithmetic.wire
+    wire = arithmetic.wire
     key = code, sides, wire, slots
     shared = channel.found.get(key)
     if shared is None:
         if len(channel.found) >= _FOUND_MAX:
             channel.found.clear()
         shared = channel.found[key] = _found_shared(channel, code, sides, wire, slots)
-    found = shared.copy()
-    for number, kind, rank, place, count in code.own:
-        if kind == _SOURCE:
-            found[number] = sources[place]
-        elif kind == _TARGET:
-            found[number] = targets[place]
-        elif kind == _SCRATCH:
-            found[number] = np.empty(count, wire)
-        elif location_of is not None:
-            found[number] = location_of(kind, rank, place)
+    found = memories_of(code, shared, arrays, wire)
+    if location_of is not None:
+        for number, kind, rank, place, _ in code.own:
+            if kind not in (_SOURCE, _TARGET, _SCRATCH):
+                found[number] = location_of(kind, rank, place)
     return found
+
+
+def memories_of(
+    code: CompiledProgram, shared: list[Any], arrays: Arrays, wire: np.dtype[Any] | None = None
+) -> list[Any]:
+    """Return the memories of a program: those in `shared`, with this rank's own ones.
+
+    `wire` is the dtype of scratch memory; None if the caller needs none.
+    """
+    sources, targets = arrays
+    memories = shared.copy()
+    for number, kind, _, place, count in code.own:
+        if kind == _SOURCE:
+            memories[number] = sources[place]
+        elif kind == _TARGET:
+            memories[number] = targets[place]
+        elif kind == _SCRATCH and wire is not None:
+            memories[number] = np.empty(count, wire)
+    return memories
 
 
 def _found_shared(
@@ -306,10 +379,8 @@ def _found_shared(
         side = sides[rank]
         if side < 0:
             continue
-        if kind == MemoryKind.SLOT and slots is not None:
-            offset = slots[rank]
-        elif kind == MemoryKind.SLOT:
-            offset = channel.small_offset(rank, side)
+        if kind == MemoryKind.SLOT:
+            offset = channel.small_offset(rank, side) if slots is None else slots[rank]
         elif kind == MemoryKind.CELLS:
             offset = channel.segment_offset(rank, (side & 1) ^ place) + (side >> 1) * PAGE_BYTES
         else:

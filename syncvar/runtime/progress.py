@@ -317,7 +317,6 @@ class ProgressEngine(Core):
             try:
                 with self.around():
                     self._poll_control()
-                    self.adopt(_CACHED_OWN_S)
                     self.look()
                     self._due = self.timers(time.monotonic())
             except Exception as error:  # no call's own error: those fail their call
@@ -374,6 +373,8 @@ class ProgressEngine(Core):
     def look(self, until: Awaited | None = None) -> None:
         """Handle arrived frames and advance their operations: all, or until `until` is over."""
         started = self._started
+        if self.async_calls:  # others may need more than what they have published
+            self.adopt(_CACHED_OWN_S)
         if self.inbox:
             started.begin_waiting()
         self._questions.send_requests()

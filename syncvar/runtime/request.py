@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Steps = Generator[int | "Wait", None, Any]
 
 
-_START = 1  # a wait that is over at once; words of a channel begin at 2
+START = 1  # a wait that is over at once; words of a channel begin at 2
 
 
 class BodyError(Exception):
@@ -123,7 +123,7 @@ class Request:
         steps: Steps | None,
         channel: GroupChannel | None = None,
         links: LinkExchange | None = None,
-        wait: int | Wait = _START,
+        wait: int | Wait = START,
     ) -> None:
         info = entry.info
         self.entry = entry
@@ -186,7 +186,7 @@ class Request:
             return False
         if self.links is not None or not isinstance(need, int):
             return self.is_published
-        return need < 0 or (need > _START and channel.is_reached(need))
+        return need < 0 or (need > START and channel.is_reached(need))
 
     @property
     def need(self) -> int:
@@ -203,7 +203,7 @@ class Request:
             if first is not self and self in channel.queue:
                 return first.awaiting
             if not channel.is_open:
-                return channel.missing(_START)
+                return channel.missing(START)
         if not isinstance(wait, int):
             return wait.awaiting
         if channel is None:
@@ -216,7 +216,7 @@ class Request:
     def may_look(self) -> bool:
         """Whether it is this call's turn, and polling the words of the others can end the wait."""
         return (
-            self._is_first and isinstance(self._wait, int) and self._wait not in (DISAGREE, _START)
+            self._is_first and isinstance(self._wait, int) and self._wait not in (DISAGREE, START)
         )
 
     @property
@@ -349,7 +349,7 @@ class Request:
         wait, channel = self._wait, self.channel
         if not isinstance(wait, int):
             return wait.is_reached()
-        return wait == _START or (
+        return wait == START or (
             wait != DISAGREE and channel is not None and channel.is_reached(wait)
         )
 

@@ -34,7 +34,15 @@ from syncvar.runtime.compile_reduce import (
     ResultPlacement,
     reduce_code,
 )
-from syncvar.runtime.program_runner import ShmRef, agreed, native_of, open_code, run_code
+from syncvar.runtime.program_runner import (
+    DISAGREE,
+    ShmRef,
+    SlotProgram,
+    agreed,
+    native_of,
+    open_code,
+    run_code,
+)
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
 if TYPE_CHECKING:
@@ -44,6 +52,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.instructions import CompiledProgram
+    from syncvar.runtime.program_runner import Arrays
     from syncvar.shm.group_channel import GroupChannel
 
 # Published words; no array has one of these offsets, where shared memory has its header.
@@ -133,14 +142,11 @@ class ReduceBuffers(NamedTuple):
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
 
 
-def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return flat views of arrays, or flat copies of those that are not contiguous."""
-    return [
-        array
-        if array.ndim == 1 and array.flags.c_contiguous
-        else np.ascontiguousarray(array).reshape(-1)
-        for array in arrays
-    ]
+def flat(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a flat view of an array, or a flat copy of one that is not contiguous."""
+    if array.ndim == 1 and array.flags.c_contiguous:
+        return array
+    return np.ascontiguousarray(array).reshape(-1)
 
 
 class BufferLocations(NamedTuple):
@@ -193,9 +199,11 @@ def reduce_shared(
     source, target = vector.words(channel, side)
     if source >> 1 == _NOWHERE:
         _write_first(channel, vector, side)
-    _put_small(channel, small_vectors)
+    slots = slot_program(channel, small_vectors, uses_ring=False)
+    small = [small_vector[:2] for small_vector in small_vectors]
+    slots.put(small)
     yield from agreed(channel, check, channel.begin(call, check, source, target))
-    yield from combine_small(channel, small_vectors)
+    slots.run(small)
     return (yield from _reduce_located(channel, vector))
 
 
@@ -275,7 +283,8 @@ def reduce_published(
 ) -> Iterator[int]:
     """Continue a call that C has published, and show C this placement."""
     yield from agreed(channel, check, channel.last)
-    yield from combine_small(channel, small_vectors)
+    slots = slot_program(channel, small_vectors, uses_ring=False)
+    slots.run([small_vector[:2] for small_vector in small_vectors])
     yield from _reduce_located(channel, vector, native)
 
 
@@ -389,35 +398,40 @@ def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
     return (True, longest) if are_short else (False, None)
 
 
+def slot_program(
+    channel: GroupChannel, vectors: Sequence[ReduceBuffers], *, uses_ring: bool
+) -> SlotProgram:
+    """Return the program of small vectors, which serves all vectors of their counts and dtypes.
+
+    `uses_ring`: the C extension of a rank may put its vector into the ring of slots.
+    """
+    starts, nbytes = places_of([vector.nbytes for vector in vectors])
+    parts = [
+        (*_code_of_small(channel, vector), start)
+        for vector, start in zip(vectors, starts, strict=True)
+    ]
+    return SlotProgram(channel, parts, nbytes if uses_ring else 0)
+
+
 def reduce_small(
     channel: GroupChannel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
 ) -> Iterator[int]:
     """Combine small vectors of all ranks in one slot: a whole call, see `reduce_shared`."""
-    call, check = opening
-    _put_small(channel, vectors)
-    yield from agreed(channel, check, channel.begin(call, check))
-    yield from combine_small(channel, vectors, places_of([vector.nbytes for vector in vectors])[1])
+    slots = slot_program(channel, vectors, uses_ring=len(vectors) == 1)
+    return reduce_by_slots(slots, opening, [vector[:2] for vector in vectors])
 
 
-def _put_small(channel: GroupChannel, vectors: Sequence[ReduceBuffers]) -> None:
-    """Write small vectors into the slot that this rank publishes next."""
-    side = channel.side ^ 1
-    own = channel.small_offset(channel.rank, side)
-    starts, _ = places_of([vector.nbytes for vector in vectors])
-    for vector, start in zip(vectors, starts, strict=True):
-        code, arithmetic = _code_of_small(channel, vector)
-        open_code(channel, code, arithmetic, vector[:2], side, (own + start,) * channel.size)
-
-
-def combine_small(
-    channel: GroupChannel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
+def reduce_by_slots(
+    slots: SlotProgram, opening: tuple[int, int], arrays: Sequence[Arrays]
 ) -> Iterator[int]:
-    """Combine small vectors after all ranks have written theirs; `nbytes` is 0 for fixed slots."""
-    slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
-    for vector, start in zip(vectors, starts, strict=True):
-        code, arithmetic = _code_of_small(channel, vector)
-        places, sides = tuple([slot + start for slot in slots]), channel.sides()
-        yield from run_code(channel, code, arithmetic, vector[:2], sides, places)
+    """Combine small vectors, flat (SOURCEs, TARGETs), in a call (call, check)."""
+    channel = slots.channel
+    slots.put(arrays)
+    call, check = opening
+    yield channel.begin(call, check)
+    if channel.disagreeing(check):
+        yield DISAGREE
+    slots.run(arrays)
 
 
 def _code_of_small(

@@ -16,6 +16,7 @@ import numpy as np
 from syncvar._native import AsyncCall
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.runtime.block_transfer import NOTHING
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.state import send_queued
 
@@ -134,7 +135,7 @@ class Work(MigrationHintsMixin):
         if async_call is not None:
             result = self._take_result(async_call, waits=True)
             if result is not None:
-                return result if self._finish is None else self._finish(result)
+                return self._finished(result)
         return self._outcome(self._operation, timeout, sends=not self._sends)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -155,7 +156,7 @@ class Work(MigrationHintsMixin):
         if self._engine is None:
             if operation.error is not None:
                 raise operation.error
-            return operation.result if self._finish is None else self._finish(operation.result)
+            return self._finished(operation.result)
         try:
             result = self._wait(operation, self._engine, timeout, sends=sends)
         except SyncvarError as error:
@@ -163,6 +164,12 @@ class Work(MigrationHintsMixin):
             if operation.site and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
+        return self._finished(result)
+
+    def _finished(self, result: Any) -> Any:
+        """Return what the caller gets."""
+        if result is NOTHING:
+            result = None
         return result if self._finish is None else self._finish(result)
 
     def _wait(

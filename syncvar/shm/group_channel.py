@@ -297,10 +297,14 @@ class GroupChannel(ChannelState):
 
     def reserve_segments(self) -> None:
         """Allocate this rank's segments; call it before publishing the call that needs them."""
-        if not self._segments[self.rank]:
-            offset = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
-            self.words[self.entry + SEGMENTS] = offset
-            self._segments[self.rank] = offset
+        if self._segments[self.rank]:
+            return
+        offset = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
+        if self._segments[self.rank]:  # another thread, which starts or drives a call, was faster
+            self.shm.release(offset)
+            return
+        self.words[self.entry + SEGMENTS] = offset
+        self._segments[self.rank] = offset
 
     def segment(self, rank: int, number: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a view of a rank's segment; 0 and 1 hold inputs, by side; 2 and 3 hold results."""

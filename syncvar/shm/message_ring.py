@@ -35,15 +35,14 @@ Cost: 2 MiB of shared memory for each pair; down to 256 KiB with more than eight
 from __future__ import annotations
 
 import contextlib
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar._native import message_end
 from syncvar._native.constants import PLACES, EntryForm, RingWord
 from syncvar.core.errors import SharedMemoryFull
-from syncvar.shm.channel_table import BUDGET_S
-from syncvar.shm.segment_file import ABORT, LINE_BYTES
+from syncvar.shm.segment_file import LINE_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,6 +65,14 @@ RING_BYTES = 2 << 20  # shorter rings fit into private caches, and are slower
 _RINGS_BYTES = 16 << 20  # of all rings of a rank together, about
 _RINGS = 5  # word of a rank's table: offset of its list of rings
 _NEVER = 1  # value in the list: all messages go over links
+
+
+class RingAnswer(IntEnum):
+    """Answer of a receiver to a long message."""
+
+    NONE = 0
+    WANTS_PARTS = 1
+    RECEIVED = 2
 
 
 class RingEntry(NamedTuple):
@@ -92,7 +99,11 @@ class RingEntry(NamedTuple):
 
 def _data_at(words: int, nbytes: int) -> int:
     """Return the distance from the start of an entry to its bytes, which follow `words` words."""
-    return words * 8 if nbytes < _ALIGNED_FROM else -(-words * 8 // LINE_BYTES) * LINE_BYTES
+    return words * 8 if nbytes < _ALIGNED_FROM else _in_lines(words * 8)
+
+
+def _in_lines(nbytes: int) -> int:
+    return -(-nbytes // LINE_BYTES) * LINE_BYTES
 
 
 class _Ring:
@@ -117,21 +128,8 @@ class RingWriter(_Ring):
         self, type_code: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int
     ) -> bool:
         """Put a whole message in; return False if there is no room now."""
-        at = _data_at(_FIXED_WORDS + len(shape), nbytes)
-        start = self._room(at + nbytes)
-        if start < 0:
-            return False
-        words, word = self.words, start // 8
-        words[word + 1] = type_code | EntryForm.WHOLE
-        words[word + 2] = stream
-        words[word + 3] = call
-        words[word + 4] = nbytes
-        for place, length in enumerate(shape, word + 5):
-            words[place] = length
-        if nbytes:
-            self._shm.memory[start + at : start + at + nbytes] = data
-        self._publish(word)
-        return True
+        head = type_code | EntryForm.WHOLE, stream, call, nbytes, *shape
+        return self._append(head, data, nbytes)
 
     def put_address(
         self,
@@ -152,40 +150,22 @@ class RingWriter(_Ring):
         before = number - PLACES
         if (
             before > 0
-            and words[self._answer_word(before)] < before << 1
+            and words[self.answers_at(before)] < before << 1
             and words[self._cancelled_word(before)] != before
         ):
             return 0
-        start = self._room((_FIXED_WORDS + len(shape) + 3) * 8)
-        if start < 0:
+        form = type_code | EntryForm.BY_ADDRESS
+        head = form, stream, call, nbytes, *shape, address, offset, number
+        if not self._append(head, b"", 0):
             return 0
         words[self.base + NUMBER] = number
-        word = start // 8
-        words[word + 1] = type_code | EntryForm.BY_ADDRESS
-        words[word + 2] = stream
-        words[word + 3] = call
-        words[word + 4] = nbytes
-        for place, value in enumerate((*shape, address, offset, number), word + 5):
-            words[place] = value
-        self._publish(word)
         return number
 
-    def part(self, stream: int, call: int, start: int, data: memoryview) -> int:
+    def part(self, stream: int, call: int, start: int, data: memoryview | NDArray[np.uint8]) -> int:
         """Put a part of a message in, from byte `start` on; return its length, 0 without room."""
         nbytes = min(len(data) - start, _PART_BYTES)
-        at = _data_at(_FIXED_WORDS + 1, nbytes)
-        begin = self._room(at + nbytes)
-        if begin < 0:
-            return 0
-        words, word = self.words, begin // 8
-        words[word + 1] = EntryForm.PART
-        words[word + 2] = stream
-        words[word + 3] = call
-        words[word + 4] = nbytes
-        words[word + 5] = start
-        self._shm.memory[begin + at : begin + at + nbytes] = data[start : start + nbytes]
-        self._publish(word)
-        return nbytes
+        head = int(EntryForm.PART), stream, call, nbytes, start
+        return nbytes if self._append(head, data[start : start + nbytes], nbytes) else 0
 
     def count_link(self) -> None:
         """Count a message that goes over a link; only the engine's driver calls this."""
@@ -204,63 +184,61 @@ class RingWriter(_Ring):
         words, base = self.words, self.base
         used, before = words[base + USED], self._last_used
         self._last_used = used
-        nbytes += _data_at(_FIXED_WORDS + len(shape), nbytes)
-        nbytes = -(-nbytes // LINE_BYTES) * LINE_BYTES
-        filled = words[base + FILLED]
-        place = filled % self.ring_bytes
-        gap = self.ring_bytes - place if place + nbytes > self.ring_bytes else 0
+        nbytes = _in_lines(_data_at(_FIXED_WORDS + len(shape), nbytes) + nbytes)
         if used == before or nbytes > ENTRY_BYTES_MAX or words[base + FULL]:
             return None
-        return base + USED, filled + gap + nbytes - self.ring_bytes
+        return base + USED, self._start_of(nbytes) + nbytes - self.ring_bytes
 
-    def answer(self, number: int) -> int:
-        """Return the answer to a long message: 0 none, 1 "send parts", 2 "received".
+    def answer(self, number: int) -> RingAnswer:
+        """Return the answer to a long message.
 
         The word may already belong to a later message; the sender publishes that only after this
         answer.
         """
-        return min(2, max(0, self.words[self._answer_word(number)] - (number << 1) + 2))
+        return RingAnswer(min(2, max(0, self.words[self.answers_at(number)] - (number << 1) + 2)))
 
     def answers_at(self, number: int) -> int:
         """Return the word of the answer; it becomes 2 * `number` - 1 or 2 * `number`."""
-        return self._answer_word(number)
+        return self.base + _ANSWERS + number % PLACES
 
     def cancel(self, number: int) -> None:
         """Cancel a long message; the receiver discards what it is reading of it."""
         self.words[self._cancelled_word(number)] = number
 
-    def _answer_word(self, number: int) -> int:
-        return self.base + _ANSWERS + number % PLACES
-
     def _cancelled_word(self, number: int) -> int:
         return self.base + _CANCELLED + number % PLACES
 
-    def _room(self, nbytes: int) -> int:
-        """Return the offset of a new entry and write its length there; -1 if it has no room now."""
-        nbytes = -(-nbytes // LINE_BYTES) * LINE_BYTES
-        words, base = self.words, self.base
-        filled = words[base + FILLED]
-        place = filled % self.ring_bytes
-        gap = self.ring_bytes - place if place + nbytes > self.ring_bytes else 0
-        if filled + gap + nbytes - self._used > self.ring_bytes:
-            if nbytes > ENTRY_BYTES_MAX or words[base + FULL]:
-                return -1  # and keep the old `_used`, so that later entries find no room either
-            self._used = words[base + USED]
-            if filled + gap + nbytes - self._used > self.ring_bytes:
-                return -1
-        if gap:
-            word = (self.ring + place) // 8
-            words[word], words[word + 1] = gap, EntryForm.GAP
-            words[base + FILLED] = filled + gap
-            place = 0
-        start = self.ring + place
-        words[start // 8] = nbytes
-        return start
+    def _start_of(self, nbytes: int) -> int:
+        """Return where an entry begins, perhaps after a gap, in bytes since the beginning."""
+        filled = self.words[self.base + FILLED]
+        left = self.ring_bytes - filled % self.ring_bytes
+        return filled if nbytes <= left else filled + left
 
-    def _publish(self, word: int) -> None:
+    def _append(self, head: tuple[int, ...], data: Any, nbytes: int) -> bool:
+        """Publish an entry of these words, after its length, and bytes; False without room now."""
         words, base = self.words, self.base
-        words[base + FILLED] += words[word]
+        at = _data_at(1 + len(head), nbytes)
+        length = _in_lines(at + nbytes)
+        begin = self._start_of(length)
+        if begin + length - self._used > self.ring_bytes:
+            if length > ENTRY_BYTES_MAX or words[base + FULL]:
+                return False  # with the old `_used`, so that later entries find no room either
+            self._used = words[base + USED]
+            if begin + length - self._used > self.ring_bytes:
+                return False
+        filled = words[base + FILLED]
+        if begin > filled:
+            word = (self.ring + filled % self.ring_bytes) // 8
+            words[word], words[word + 1] = begin - filled, EntryForm.GAP
+            words[base + FILLED] = begin
+        start = self.ring + begin % self.ring_bytes
+        for word, value in enumerate((length, *head), start // 8):
+            words[word] = value
+        if nbytes:
+            self._shm.memory[start + at : start + at + nbytes] = data
+        words[base + FILLED] = begin + length
         words[base + NEWS] += 1
+        return True
 
 
 class RingReader(_Ring):
@@ -329,17 +307,17 @@ class RingReader(_Ring):
 
     def want(self, number: int) -> None:
         """Ask for a long message in parts."""
-        self._answer(number, 1)
+        self._answer(number, RingAnswer.WANTS_PARTS)
 
     def confirm(self, number: int) -> None:
         """Answer that this rank has received a long message."""
-        self._answer(number, 2)
+        self._answer(number, RingAnswer.RECEIVED)
 
     def is_cancelled(self, number: int) -> bool:
         """Return whether the sender cancelled a long message."""
         return self.words[self.base + _CANCELLED + number % PLACES] >= number
 
-    def _answer(self, number: int, answer: int) -> None:
+    def _answer(self, number: int, answer: RingAnswer) -> None:
         with contextlib.suppress(ValueError):  # the segment is closed
             self.words[self.base + _ANSWERS + number % PLACES] = (number << 1) - 2 + answer
 
@@ -412,38 +390,6 @@ class RingTable:
         """Return the reader of a rank's memory, as rank 0; None if it is not readable."""
         places = self.channels.places
         return self.channels.reach((places[source], self._shm.local_rank))
-
-    def native_endpoint(
-        self,
-        end: RingWriter | RingReader,
-        other: int,
-        identity: int,
-        eager_bytes: int,
-        **objects: Any,
-    ) -> Any:
-        """Return the C runner of one end of a pair's messages; None if Python runs them.
-
-        `identity` names the pair's calls, a message above `eager_bytes` waits for its receiver, and
-        `p2p.h` lists `objects`.
-        """
-        channels = self.channels
-        if not channels.is_native:
-            return None
-        looks, shares_cores = channels.patience((channels.places[other],))
-        return message_end(
-            self._shm.memory,
-            end.start,
-            end.ring,
-            end.ring_bytes,
-            ENTRY_BYTES_MAX,
-            eager_bytes,
-            ABORT * 8,
-            identity,
-            looks,
-            shares_cores,
-            int(BUDGET_S * 1e9),
-            **objects,
-        )
 
     def _word_of(self, source: int) -> int:
         """Return the index of the list word of the ring from a rank; 0 without a list."""

@@ -30,7 +30,8 @@ from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
+from syncvar.runtime.shm_reduce import is_direct
 from syncvar.variables.create import VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, Action, CallContext, Effect, Travel
 from syncvar.variables.storage import marked_as_written, refuse_overlap, write_once
@@ -304,9 +305,9 @@ class FlatBucket:
         self._label = _label(name, names)
         self._digest = fingerprint(name, names, shapes, staging.dtype.name, op, owner.reproducible)
         rule = reduction_of(staging, op)
-        self._call = prepare_reduction(
-            communicator, rule, staging.shape, self._digest, self._label, ufunc
-        )
+        is_small = is_direct(staging.size * rule.accumulate.itemsize, communicator.size)
+        form = ReduceForm([(rule, [0])], staging.shape, is_small, apply=ufunc)
+        self._call = prepare_reduction(communicator, form, self._label, self._digest)
 
     @staticmethod
     def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:

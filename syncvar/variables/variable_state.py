@@ -62,88 +62,141 @@ def uncached_look(_copy: object) -> None:
     """Stand for a local read that is not cached."""
 
 
-def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
-    """Return a cached local read; its result is None if the policy table has to decide."""
-    local, is_default = owner.places, owner.is_default
+class LocalLook:
+    """A cached local read in Python; its result is None if the policy table has to decide."""
 
-    def look(copy: bool) -> NDArray[Any] | None:  # noqa: FBT001  (as in C)
-        stack = local.stack
-        if stack and stack[-1].owner is not owner and not is_default:
+    def __init__(self, owner: VariableOwner, storage: Storage, tally: VariableCounters) -> None:
+        self._owner, self._storage, self._tally = owner, storage, tally
+
+    def __call__(self, copy: bool) -> NDArray[Any] | None:  # noqa: FBT001  (as in C)
+        """Return the copy, or a copy of it."""
+        owner, tally = self._owner, self._tally
+        stack = owner.places.stack
+        if stack and stack[-1].owner is not owner and not owner.is_default:
             return None
         added = tally.added
         if added != tally.turned:
             tally.turned = added
             tally.turns += 1
         tally.reads += 1
-        return storage.expose() if copy else storage.view
+        return self._storage.expose() if copy else self._storage.view
 
+
+def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
+    """Return a cached local read, in C if possible."""
+    look = LocalLook(owner, storage, tally)
     if storage.is_shared or which(owner.context.config.call_runner) == "python":
         return look
     local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
-    result: Look = access("Look", look, AccessScope(local, owner, is_default), local_copy)
+    scope = AccessScope(owner.places, owner, owner.is_default)
+    result: Look = access("Look", look, scope, local_copy)
     return result
 
 
-def cached_write(  # noqa: C901  (one closure, because each call takes a microsecond)
-    owner: VariableOwner,
-    storage: Storage,
-    tally: VariableCounters,
-    call: PreparedCall,
-    *,
-    counts: bool,
-) -> Write:
-    """Return a cached write: a function of the operand that returns a `StoreResult`.
+class CachedWrite:
+    """A cached write in Python: a function of the operand that returns a `StoreResult`.
 
-    With `is_seen=True` the caller has checked whether a comparison of the copies is due.
+    Args:
+        owner: Owner of the variable.
+        storage: This replica's copy.
+        tally: Its counters.
+        call: The persistent all-reduce, which applies its result to the copy.
+        counts: Whether it is an increment of an AUTO variable.
     """
-    local, registry, is_default = owner.places, owner.registry, owner.is_default
-    communicator = owner.communicator
-    channel, ndarray, replica = communicator.channel, np.ndarray, CallContext.REPLICA
-    dtype, shape = storage.array.dtype, storage.array.shape
 
-    def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
-        is_plain = type(x) is ndarray and x.shape == shape
-        if not is_plain or (x.dtype is not dtype and x.dtype != dtype):
+    def __init__(
+        self,
+        owner: VariableOwner,
+        storage: Storage,
+        tally: VariableCounters,
+        call: PreparedCall,
+        *,
+        counts: bool,
+    ) -> None:
+        self._owner, self._storage, self._tally, self._counts = owner, storage, tally, counts
+        self._call, self._communicator = call, owner.communicator
+        self._channel = self._communicator.channel
+        self._dtype, self._shape = storage.array.dtype, storage.array.shape
+
+    def __call__(self, x: NDArray[Any], *, is_seen: bool = False) -> int:
+        """Write; with `is_seen` the caller has checked whether a comparison of copies is due."""
+        owner, storage, tally = self._owner, self._storage, self._tally
+        if type(x) is not np.ndarray or x.shape != self._shape or x.dtype != self._dtype:
             return _FALLBACK
-        stack = local.stack
-        if stack:
-            place = stack[-1]
-            is_here = place.owner is owner and place.context is replica
-        else:
-            is_here = is_default
+        stack, registry = owner.places.stack, owner.registry
+        is_here = (
+            stack[-1].owner is owner and stack[-1].context is CallContext.REPLICA
+            if stack
+            else owner.is_default
+        )
         # The channel is another one in a block of sv.uneven, and after shutdown.
-        if not is_here or communicator.channel is not channel:
+        if not is_here or self._communicator.channel is not self._channel:
             return _FALLBACK
-        is_counted = registry is not None and not registry.is_free
-        is_unsure = is_counted and not is_seen and tally.steps >= registry.until  # type: ignore[union-attr]
+        compared = None if registry is None or registry.is_free else registry
+        is_unsure = compared is not None and not is_seen and tally.steps >= compared.until
         if is_unsure or not storage.mark():  # another thread is writing
             return _FALLBACK
         try:
-            result = call(x, storage.writable(), None, owner.timeout)
+            result = self._call(x, storage.writable(), None, owner.timeout)
         finally:
             storage.is_being_written = False
         if result is None:
             return _FALLBACK
-        if is_counted:
-            registry.count(tally)  # type: ignore[union-attr]
+        if compared is not None:
+            compared.count(tally)
         tally.writes += 1
         tally.collectives += 1
-        if counts:
+        if self._counts:
             tally.added += 1
             if not stack and not tally.added % WRITES_PER_DECISION:
                 return _SAMPLE
         return _STORED
 
-    if which(owner.context.config.call_runner) == "python":
-        return write
+    def build(self) -> Write:
+        """Return the write in C if possible, else this one."""
+        owner = self._owner
+        if which(owner.context.config.call_runner) == "python":
+            return self
+        replica = CallContext.REPLICA
+        scope = AccessScope(
+            owner.places, owner, owner.is_default, self._communicator, self._channel, replica
+        )
+        local_copy = LocalCopy(self._storage, self._tally, self._dtype, self._shape)
+        gate = cast("CheckGate | None", owner.registry)
+        native: Write = access(
+            "Write",
+            self,
+            scope,
+            local_copy,
+            call=self._call,
+            watch=gate,
+            is_increment=self._counts,
+        )
+        return native
 
-    scope = AccessScope(local, owner, is_default, communicator, channel, replica)
-    local_copy = LocalCopy(storage, tally, dtype, shape)
-    gate = cast("CheckGate | None", registry)
-    native: Write = access(
-        "Write", write, scope, local_copy, call=call, watch=gate, is_increment=counts
-    )
-    return native
+
+class CachedRead:
+    """A cached collective read in Python for a known context; None if nothing was done."""
+
+    def __init__(
+        self, owner: VariableOwner, storage: Storage, tally: VariableCounters, call: PreparedCall
+    ) -> None:
+        self._owner, self._storage, self._tally, self._call = owner, storage, tally, call
+        self._communicator = owner.communicator
+        self._channel = self._communicator.channel
+
+    def __call__(self, _copy: object) -> NDArray[Any] | None:
+        """Return the combined copies of all replicas."""
+        communicator = self._communicator
+        if communicator.channel is not self._channel or communicator.uneven is not None:
+            return None
+        array, held = self._storage.held()  # as long as the second lives, nobody writes the first
+        value = self._call(array, None, None, self._owner.timeout)
+        del held
+        if value is None:
+            return None
+        self._tally.collectives += 1
+        return read_only(value)
 
 
 def cached_reads(
@@ -155,27 +208,15 @@ def cached_reads(
     read.
     """
     communicator = owner.communicator
-    channel = communicator.channel
-
-    def read(_copy: object) -> NDArray[Any] | None:
-        if communicator.channel is not channel or communicator.uneven is not None:
-            return None
-        array, held = storage.held()  # as long as the second lives, the first is not written
-        value = call(array, None, None, owner.timeout)
-        del held
-        if value is None:
-            return None
-        tally.collectives += 1
-        return read_only(value)
-
     scope = AccessScope(
         owner.places,
         owner,
         communicator=communicator,
-        channel=channel,
+        channel=communicator.channel,
         replica=CallContext.REPLICA,
     )
     local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
+    read = CachedRead(owner, storage, tally, call)
     known: Read = access("Read", read, scope._replace(places=None), local_copy, call=call)
     look: Look = access("Read", uncached_look, scope, local_copy, call=call)
     return known, look

@@ -30,7 +30,7 @@ from syncvar.variables.values import (
     operand_array,
 )
 from syncvar.variables.variable_owner import context_here, context_of
-from syncvar.variables.variable_state import UFUNCS, cached_write, uncached_write
+from syncvar.variables.variable_state import UFUNCS, CachedWrite, uncached_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -221,8 +221,8 @@ class WriteOp(ReplicaWrite):
             owner.communicator, storage.array, self._op, self.label, options
         )
         if call is not None:
-            write = cached_write(owner, storage, state.tally, call, counts=is_counted)
-            state.prepared[self.operation] = write
+            write = CachedWrite(owner, storage, state.tally, call, counts=is_counted)
+            state.prepared[self.operation] = write.build()
 
     def _plain_operand(self) -> NDArray[Any] | None:
         """Return the operand of a cached write; None if the slow path has to reject it."""

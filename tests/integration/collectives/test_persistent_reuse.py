@@ -108,8 +108,8 @@ def counted(monkeypatch):
         monkeypatch.setattr(place, name, counting)
 
     count(Communicator, "perform", "long way")
-    count(persistent_reduce, "builder_for", "prepared")
-    count(persistent_transfer, "builder_for", "prepared")
+    count(persistent_reduce, "PersistentCall", "prepared")
+    count(persistent_transfer, "PersistentCall", "prepared")
     return found
 
 
@@ -148,7 +148,7 @@ def test_a_call_is_prepared_once_and_then_never_goes_the_long_way(counted, calls
 def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
     made = []
     for module in (persistent_reduce, persistent_transfer):
-        monkeypatch.setattr(module, "builder_for", lambda *_: made.append(1))
+        monkeypatch.setattr(module, "PersistentCall", lambda *_: made.append(1))
 
     def fn():
         for call in [*writes().values(), *values().values()]:

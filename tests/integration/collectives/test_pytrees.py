@@ -125,7 +125,7 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
     calls = []
     plain = shm_reduce.reduce_shared
     monkeypatch.setattr(
-        "syncvar.runtime.persistent_mixed_dtypes.reduce_shared",
+        "syncvar.runtime.persistent_reduce.reduce_shared",
         lambda *given: calls.append(given) or plain(*given),
     )
     general = Communicator.perform

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar._native import AdmissionState, MessageCounter, message_end
+from syncvar._native import AdmissionState, CommunicatorState, MessageCounter, message_end
 from syncvar._native.constants import EntryForm, RingWord
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
@@ -68,20 +68,17 @@ class End:
         self.added, self.handed = [], []
         self.busy, self.lock = threading.Lock(), threading.Lock()
         self.count = MessageCounter(IDENTITY, CALL)
+        self.stream = CommunicatorState()
+        self.stream.next_call = CALL
         self.engine = AdmissionState()
         self.engine.is_quiet = True
         self.native = message_end(
             pair.memory,
-            BOX,
-            BOX + 256,
-            RING_BYTES,
-            RING_BYTES // 2,
-            65536,
-            ABORT_AT,
+            (BOX, RING_BYTES, RING_BYTES // 2, 65536, ABORT_AT),
             IDENTITY,
-            400,
-            False,
+            (400, False),
             int(patience_s * 1e9),
+            stream=self.stream,
             count=self.count,
             engine=self.engine,
             context=SimpleNamespace(uneven=None),
@@ -140,7 +137,7 @@ def test_parts_flow_through_a_ring_that_may_be_shorter_than_the_message(nbytes):
         assert [(told, call) for told, call, *_ in end.added] == [
             ("told", CALL + turn) for turn in range(4)
         ]
-        assert (end.count.number, end.count.next_call) == (CALL + 4, CALL + 4)
+        assert (end.stream.next_call, end.count.next_call) == (CALL + 4, CALL + 4)
         assert end.is_free()
         assert not end.handed
 
@@ -160,7 +157,7 @@ def test_a_sender_whose_receiver_does_not_come_hands_over_what_it_has_told():
         1,
     )
     assert entry.place == x.__array_interface__["data"][0]
-    assert (sender.count.number, sender.count.next_call) == (CALL + 1, CALL + 1)
+    assert (sender.stream.next_call, sender.count.next_call) == (CALL + 1, CALL + 1)
 
 
 def test_a_sender_whose_receiver_stops_hands_over_at_the_byte_it_has_reached():
@@ -238,7 +235,7 @@ def test_a_receiver_leaves_a_message_whose_sender_does_not_attend_as_it_is():
         assert receiver.native.receive(None) is None
     assert pair.at(USED) == 0
     assert pair.out.answer(1) == 0
-    assert receiver.count.number == CALL
+    assert receiver.stream.next_call == CALL
     assert receiver.is_free()
 
 
@@ -299,9 +296,9 @@ def test_the_engine_goes_on_with_what_the_c_runner_has_begun_to_receive():
         stream.busy.acquire()
         line.end.lock.acquire()
         box.free()
-        stream.count.number = entry.call + 1
+        stream.next_call = entry.call + 1
         box.want(entry.number)
-        got = line._go_on(out, entry.call, 1, entry.number, 0, None)
+        got = line.continue_in_engine(out, entry.call, 1, entry.number, 0, None)
         stream.busy.release()
         return got is out and bool((got == x).all())
 

@@ -48,7 +48,7 @@ def test_it_is_there_where_reading_never_sends_anything(ranks):
             synchronization=ON_READ
         )._state.look is uncached_look
 
-    runner = "function" if ranks.runner == "python" else "Look"
+    runner = "LocalLook" if ranks.runner == "python" else "Look"
     assert ranks(fn) == [(dict.fromkeys(("on_write", "auto", "none"), runner), True)] * 2
 
 

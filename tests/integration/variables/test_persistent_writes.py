@@ -58,7 +58,7 @@ def test_the_runner_is_the_one_that_is_asked_for(ranks):
     def fn():
         return [type(prepared(shape=shape)._prepared[ADD]).__name__ for shape in ((3,), (40_000,))]
 
-    assert ranks(fn) == [["function" if ranks.runner == "python" else "Write"] * 2] * 2
+    assert ranks(fn) == [["CachedWrite" if ranks.runner == "python" else "Write"] * 2] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from syncvar.runtime.arithmetic import (
     combine,
     combine_widened,
     round_scaled,
+    ufunc_holding,
     widen,
     widen_scaled,
 )
@@ -159,3 +160,20 @@ def test_bfloat16_is_combined_by_its_own_conversions():
     out = np.empty_like(terms[0])
     combine_widened(terms, np.add, out, np.dtype(np.float32), 0, hold=False)
     assert out.tolist() == [3.0, 256.0, np.inf]
+
+
+@pytest.mark.parametrize("kind", ["u4", "u8"])
+@pytest.mark.parametrize("ufunc", [np.add, np.multiply, np.minimum, np.maximum])
+@pytest.mark.parametrize("count", [9, 3_000, 30_001])
+def test_pieces_keep_the_payloads_of_nans(kind, ufunc, count):
+    """Else ranks that keep the GIL have other bytes than the others."""
+    quiet = {"u4": 0x7FC00000, "u8": 0x7FF8000000000000}[kind]
+    draw = np.random.default_rng(count)
+    floats = np.dtype(kind.replace("u", "f"))
+    one, other = (
+        (np.full(count, quiet, kind) | draw.integers(1, 1000, count).astype(kind)).view(floats)
+        for _ in range(2)
+    )
+    out = np.empty(count, floats)
+    ufunc_holding(ufunc, one, other, out)
+    assert out.tobytes() == ufunc(one, other).tobytes()

@@ -1,0 +1,413 @@
+"""A persistent call: a call that has been described and compiled once, and is then only repeated.
+
+`PersistentCall` has the description (`CallInfo`) and a program of this rank (`SharedProgram`). The
+C extension runs a repetition, or Python does; both run the same program. Unusual calls (the engine
+refuses calls, writes are queued, `out` does not fit) take the slow path. If the others do not come
+while this rank spins, the engine continues the call from where it is, and enforces the deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from syncvar._native import slot_call
+from syncvar.core.reduce_ops import quiet
+from syncvar.runtime.arithmetic import gil_monitor
+from syncvar.runtime.call_record import CallInfo, site_of
+from syncvar.runtime.program_runner import DISAGREE, settled
+from syncvar.runtime.request import START, Request
+from syncvar.runtime.work import Work, checked_timeout
+from syncvar.shm.channel_table import check_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from syncvar.core.pytree import PyTree
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.progress import ProgressEngine
+    from syncvar.shm.group_channel import GroupChannel
+
+    CallLabel = tuple[str, int]  # text and fingerprint of a call
+
+
+class BoundArrays(Protocol):
+    """The arrays of one repetition."""
+
+    @property
+    def result(self) -> Any:
+        """The caller's result, once the program has run."""
+
+    @property
+    def held(self) -> Any:
+        """What other ranks may read until the call is over; None for nothing."""
+
+    @property
+    def inputs_differ(self) -> bool:
+        """Whether the program has ended without a result: the inputs of the ranks differ."""
+
+    def slow_path(self) -> Generator[Any, None, Any]:
+        """Return the steps of a call whose inputs differ; they return the result."""
+
+
+class SharedProgram(Protocol):
+    """What this rank does in each repetition; its steps yield publications to wait for."""
+
+    def bind(self, x: Any, out: Any) -> BoundArrays | None:
+        """Return the arrays of a call; None, or an error, for the slow path."""
+
+    def bind_copy(self, x: Any, out: Any) -> BoundArrays | None:
+        """Return the same with a copy of the input, which the caller may change."""
+
+    def bind_output(self, x: Any, out: Any, output: Any) -> BoundArrays:
+        """Return the arrays of a call that the C extension has begun, and whose output it made."""
+
+    def run(self, opening: tuple[int, int], arrays: Any) -> Iterator[int]:
+        """Return the steps of a whole call; `opening` is (call number, check)."""
+
+    def resume(self, check: int, arrays: Any, suspended: Any, native: Any) -> Iterator[int]:
+        """Return the rest of a call that the C extension has published.
+
+        `suspended` is its run of the program, if it has begun one. `native` learns the placement.
+        """
+
+
+class PersistentCall:
+    """A call that a group repeats.
+
+    Args:
+        communicator: The group, which has an open channel.
+        info: Description of each repetition.
+        program: What this rank does in it.
+        is_timed: Whether long waits are reported to `gil_monitor`.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        info: CallInfo,
+        program: SharedProgram,
+        *,
+        is_timed: bool,
+    ) -> None:
+        assert communicator.channel is not None
+        assert communicator.engine is not None
+        self.communicator = communicator
+        self.channel: GroupChannel = communicator.channel
+        self.engine: ProgressEngine = communicator.engine
+        self.info, self.program, self.is_timed = info, program, is_timed
+
+    def info_of(self, label: CallLabel | None) -> CallInfo:
+        """Return the description of one repetition, which may have a label of its own."""
+        if label is None:
+            return self.info
+        return self.info._replace(label=label[0], fingerprint=label[1])
+
+    def __call__(
+        self, x: Any, out: Any, label: CallLabel | None = None, timeout: float | None = None
+    ) -> Any:
+        """Make the call in Python; return None, having done nothing, for the slow path."""
+        channel, engine, communicator = self.channel, self.engine, self.communicator
+        busy = communicator.busy
+        if channel.queue or not self._may_begin():
+            return None
+        try:
+            arrays = self.program.bind(x, out)
+        except Exception:
+            # No memory. The call has no number yet: the slow path raises it, and informs the group.
+            return None
+        if arrays is None:
+            return None
+        with busy:
+            if channel.queue:
+                return None
+            number = communicator.next_call
+            communicator.next_call = number + 1
+            begin = monotonic_ns()
+            info = self.info if label is None else self.info_of(label)
+            try:
+                request = self._run(info, number, begin, arrays)
+                if request is None:
+                    engine.recorder.add((info, number, begin, monotonic_ns(), get_ident()))
+                    return arrays.result
+            except BaseException as error:
+                self.interrupt(number, begin, error, label)
+                raise
+            return self.continue_in_engine(request, begin, timeout)
+
+    def begin(  # noqa: PLR0913, PLR0917  (also called by the C extension)
+        self,
+        x: Any,
+        out: Any,
+        timeout: float | None,
+        site: Any,
+        instruction: int | None = None,
+    ) -> Work | None:
+        """Begin the call asynchronously; return None, having done nothing, for the slow path."""
+        channel, engine, communicator = self.channel, self.engine, self.communicator
+        if engine.async_calls:
+            engine.adopt()  # they are before this call in the channel's queue
+        if not self._may_begin():
+            return None
+        try:
+            arrays = self.program.bind_copy(x, out)
+        except Exception:
+            return None  # as in `__call__`
+        if arrays is None:
+            return None
+        with communicator.busy:
+            number = communicator.next_call
+            communicator.next_call = number + 1
+            begin = monotonic_ns()
+            try:
+                opening = number, check_of(self.info.fingerprint, number)
+                steps = _settled_steps(channel, self.program.run(opening, arrays), arrays)
+                request = self._request(self.info, number, begin, steps, START, arrays.held)
+                request.site = site if instruction is None else site_of(site, instruction)
+            except BaseException as error:
+                self.interrupt(number, begin, error, None)
+                raise
+            engine.start(request, None if timeout is None else checked_timeout(timeout))
+        if not request.is_over:
+            engine.transport.wake()  # the progress thread continues it
+        return Work(engine, request)
+
+    def _may_begin(self) -> bool:
+        """Return whether the engine admits calls, and no other thread is in a call of the group."""
+        engine = self.engine
+        return (
+            engine.is_quiet
+            and self.channel.is_settled
+            and not self.communicator.busy.locked()
+            and not (engine.driver and engine.driver == get_ident())
+        )
+
+    def _run(self, info: CallInfo, number: int, begin: int, arrays: BoundArrays) -> Request | None:
+        """Run the program while spinning; return the request of the rest, None for no rest."""
+        steps = self.program.run((number, check_of(info.fingerprint, number)), arrays)
+        need = _run_while_spinning(self.channel, steps, number)
+        if need is None:
+            if not arrays.inputs_differ:
+                return None
+            need = self.channel.last
+        return self._request(info, number, begin, _rest(steps, arrays), need, arrays.held)
+
+    def _request(  # noqa: PLR0913, PLR0917  (the parts of a request)
+        self, info: CallInfo, number: int, begin: int, steps: Any, need: int, held: Any = None
+    ) -> Request:
+        entry = self.engine.recorder.begin(info, number, begin)
+        request = Request(entry, steps, self.channel, wait=need)
+        request.held = held
+        return request
+
+    def request_of_published(  # noqa: PLR0913, PLR0917  (called by the C extension)
+        self,
+        number: int,
+        begin: int,
+        x: Any,
+        out: Any,
+        output: Any,
+        label: CallLabel | None,
+        suspended: Any,
+        native: Any,
+    ) -> Request:
+        """Return the rest of a call that `native` has published, and perhaps begun to run."""
+        info = self.info_of(label)
+        arrays = self.program.bind_output(x, out, output)
+        check = check_of(info.fingerprint, number)
+        steps = self.program.resume(check, arrays, suspended, native)
+        rest, need = _rest(steps, arrays), self.channel.last
+        return self._request(info, number, begin, rest, need, arrays.held)
+
+    def continue_in_engine(self, request: Request, begin: int, timeout: float | None) -> Any:
+        """Wait for the rest of a call in the engine, which enforces the deadline."""
+        result = self.engine.take_over(
+            request, None if timeout is None else checked_timeout(timeout)
+        )
+        if self.is_timed:
+            gil_monitor.note((monotonic_ns() - begin) / 1e9, self.info.nbytes)
+        return result
+
+    def adopt(  # noqa: PLR0913, PLR0917  (called by the C extension)
+        self,
+        number: int,
+        begin: int,
+        x: Any,
+        out: Any,
+        output: Any,
+        timeout: float | None,
+        site: Any,
+        instruction: int | None,
+    ) -> Request:
+        """Let the engine continue the started call that is first in the channel's queue."""
+        request = self.request_of_published(number, begin, x, out, output, None, None, None)
+        request.site = site if instruction is None else site_of(site, instruction)
+        self.channel.queue.popleft()
+        allowed = None if timeout is None else checked_timeout(timeout)
+        self.engine.start(request, allowed, begin / 1e9)
+        return request
+
+    def interrupt(
+        self, number: int, begin: int, error: BaseException, label: CallLabel | None
+    ) -> None:
+        """Abort the job: an exception has left a call in which other ranks take part."""
+        request = self._request(self.info_of(label), number, begin, iter(()), 0)
+        self.channel.queue.clear()
+        self.engine.interrupted(request, error)
+
+
+class DtypeGroup(NamedTuple):
+    """Arrays of one dtype in a call through small slots."""
+
+    arithmetic: tuple[Any, ...]  # arithmetic of their terms, as `Arithmetic.native` returns it
+    dtype: np.dtype[Any]  # dtype of the arrays
+    start: int  # start of their vector in a slot, in bytes
+    elements: int  # elements of that vector
+
+
+class NativeLeaf(NamedTuple):
+    """One array of a pytree."""
+
+    shape: tuple[int, ...]
+    is_separate: bool  # long enough to be reduced by itself if it is in shared memory
+    group: int  # its dtype group
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCallSpec:
+    """What the C extension needs to know about a persistent call.
+
+    Args:
+        call: The call, which continues what the extension has published.
+        input_form, output_form: dtype and shape of the arrays.
+        arithmetic: Arithmetic of the terms, as `Arithmetic.native` returns it; None for no terms.
+        puts: Copies (from, to, nbytes, rank) of the input into this rank's slot.
+        takes: Copies of slots, or of the input (rank -1), into the output.
+        terms: Copies that are combined instead, in rank order.
+        ring: Offset of the slots that take turns; 0 for none, -1 for the fixed slot.
+        detail: Detail of the layout, see `TransferLayout`.
+        publishes_check: Whether the plain check is published beside the one with the detail.
+        parts: The caller gets a list of so many parts of the output; 0 for the output itself.
+        is_long: Whether the call runs a program on a long vector.
+        is_everywhere: Whether all ranks get all of the combination.
+        reads: Whether long blocks are read in the processes of their ranks.
+        nothing: Output of a rank that gets none, returned to callers as None; None otherwise.
+        pytree: Example arrays of a call with several arrays.
+        leaves, groups: These arrays and their dtype groups.
+    """
+
+    call: PersistentCall
+    input_form: tuple[np.dtype[Any], tuple[int, ...]]
+    output_form: tuple[np.dtype[Any], tuple[int, ...]]
+    arithmetic: tuple[Any, ...] | None = None
+    puts: Sequence[tuple[int, int, int, int]] = ()
+    takes: Sequence[tuple[int, int, int, int]] = ()
+    terms: Sequence[tuple[int, int, int, int]] = ()
+    ring: int = -1
+    detail: int = 0
+    publishes_check: bool = False
+    parts: int = 0
+    is_long: bool = False
+    is_everywhere: bool = True
+    reads: bool = False
+    nothing: NDArray[Any] | None = None
+    pytree: PyTree | None = None
+    leaves: Sequence[NativeLeaf] = ()
+    groups: Sequence[DtypeGroup] = ()
+
+    def numbers(self) -> tuple[Any, ...]:
+        """Return what the extension copies into its own structures."""
+        dtype = self.output_form[0]
+        return (
+            self.call.info.fingerprint,
+            self.detail,
+            self.publishes_check,
+            self.input_form,
+            self.output_form,
+            tuple(self.puts),
+            tuple(self.takes),
+            tuple(self.terms),
+            self.arithmetic or (dtype.itemsize, dtype, 0, None, None, b"", None),
+            self.ring,
+            self.parts,
+            self.is_everywhere,
+            self.reads,
+            self.is_long,
+            tuple(self.groups),
+            tuple(self.leaves),
+        )
+
+    def objects(self) -> dict[str, Any]:
+        """Return the objects that the extension reads and calls."""
+        call = self.call
+        return {
+            "call": call,
+            "channel": call.channel,
+            "queue": call.channel.queue,
+            "communicator": call.communicator,
+            "busy": call.communicator.busy,
+            "engine": call.engine,
+            "add": call.engine.recorder.add,
+            "begun": call.engine.async_calls,
+            "info": call.info,
+            "work": Work,
+            "gil_monitor": gil_monitor,
+            "nothing": self.nothing,
+            "structure": None if self.pytree is None else self.pytree.structure,
+            "leaves_type": None if self.pytree is None else type(self.pytree),
+        }
+
+    def build(self) -> Any:
+        """Return the call in C; None if Python has to run it."""
+        return slot_call(self) if self.call.channel.is_native else None
+
+
+def may_persist(communicator: Communicator) -> bool:
+    """Return whether the group has a cache of calls and an open channel with other ranks."""
+    channel = communicator.channel
+    return (
+        communicator.prepares
+        and channel is not None
+        and communicator.engine is not None
+        and channel.is_open
+        and channel.size > 1
+    )
+
+
+def call_info(
+    communicator: Communicator, label: str, fingerprint: int, nbytes: int, path: str
+) -> CallInfo:
+    """Return the description of a group's calls."""
+    return CallInfo(label, communicator.identity, communicator.members, fingerprint, nbytes, path)
+
+
+def _rest(steps: Iterator[int], arrays: BoundArrays) -> Generator[Any, None, Any]:
+    """Run the remaining steps of a call, and return its result."""
+    yield from steps
+    if arrays.inputs_differ:
+        return (yield from arrays.slow_path())
+    return arrays.result
+
+
+def _settled_steps(
+    channel: GroupChannel, steps: Iterator[int], arrays: BoundArrays
+) -> Generator[Any, None, Any]:
+    """Return the steps of an asynchronous call, which waits for its turn in the channel."""
+    yield from settled(channel)
+    return (yield from _rest(steps, arrays))
+
+
+def _run_while_spinning(channel: GroupChannel, steps: Iterator[int], number: int) -> int | None:
+    """Run steps while spinning; return the publication to wait for, or None at the end."""
+    wait = channel.hold if gil_monitor.is_alert and gil_monitor.holds() else channel.wait
+    others, limit = channel.others, (number << 1) + 4
+    with quiet():  # overflow gives infinity, on all ranks
+        for need in steps:
+            if need == DISAGREE or not wait(others, need, limit):
+                return need
+    return None
