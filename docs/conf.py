@@ -12,6 +12,7 @@ from sphinx.util import inspect
 from sphinx.util.inspect import stringify_signature
 
 import syncvar
+from syncvar.cli.printed_tables import with_collectives
 
 HERE = Path(__file__).parent
 
@@ -141,8 +142,14 @@ def leave_out_internals(
     return "for this package only" in (inspect.getdoc(value) or "").lower() or None
 
 
+def list_collectives(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """List the functions where a page names a kind of collectives only."""
+    source[0] = with_collectives(source[0])
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above with autodoc."""
+    app.connect("source-read", list_collectives)
     app.connect("autodoc-process-docstring", lay_out_docstring, priority=100)
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("autodoc-skip-member", leave_out_internals)

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from dataclasses import asdict, replace
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,14 +25,10 @@ from syncvar.algorithms.selection import choose
 from syncvar.bootstrap.process import current
 from syncvar.cli.bench_options import make_plan, parse_arguments
 from syncvar.cli.bench_table import SHOWN, Row, draw, header, line, rate, summary
-from syncvar.cli.collective_registry import (
-    Case,
-    count_wrong,
-    different_array,
-    has_result_like_input,
-)
 from syncvar.cli.plan import LINKS, SHM, predicted_seconds
+from syncvar.cli.selftest import compare_results, different_array
 from syncvar.cli.start_workers import is_launched, start_workers
+from syncvar.collectives.collective_registry import Case
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, check_file, report_lost_file, write_error_text
@@ -49,8 +44,8 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Schedule
     from syncvar.cli.bench_options import BenchPlan
     from syncvar.cli.bench_table import Half
-    from syncvar.cli.collective_registry import Collective
     from syncvar.cli.plan import CostModel
+    from syncvar.collectives.collective_registry import Collective
 
 _STEPS = 8
 _STEP = 1e-3
@@ -147,7 +142,7 @@ class Model:
 
     def _itemsize(self, case: Case) -> int:
         kind = dtype_from_index(DTYPE_NAMES.index(case.dtype))
-        if self.collective.has_op:
+        if self.collective.takes("op"):
             return int(reduction(case.op, kind).accumulate.itemsize)
         return int(kind.itemsize)
 
@@ -253,8 +248,8 @@ def work(chosen: argparse.Namespace) -> int:
 
 def _kind(plan: BenchPlan, case: Case) -> str:
     """Return the properties that the cases of a group share."""
-    op = f" {case.op}" if plan.collective.has_op else ""
-    return f"{case.dtype}{op}{f' root {case.root}' if plan.collective.has_root else ''}"
+    op = f" {case.op}" if plan.collective.takes("op") else ""
+    return f"{case.dtype}{op}{f' root {case.root}' if plan.collective.takes('root') else ''}"
 
 
 class _Measuring:
@@ -280,18 +275,15 @@ class _Measuring:
             self._require("async_op", "--async")
             self.options["async_op"] = True
 
-    def _takes(self, parameter: str) -> bool:
-        return parameter in signature(getattr(sv, self.collective.functions[-1])).parameters
-
     def _require(self, parameter: str, option: str) -> None:
-        if not self._takes(parameter):
-            raise ConfigError(f"{option}: sv.{self.collective.functions[-1]} has no {parameter}=")
+        if not self.collective.takes(parameter):
+            raise ConfigError(f"{option}: sv.{self.collective.names[-1]} has no {parameter}=")
 
     def groups(self) -> Iterator[list[Case]]:
         """Yield the cases, in groups that differ only in size."""
         collective, plan = self.collective, self.plan
         roots = [0 if plan.roots == "all" else int(plan.roots)]
-        if plan.roots == "all" and collective.has_root:
+        if plan.roots == "all" and collective.takes("root"):
             roots = list(range(self.size))
         for dtype, op in plan.kinds:
             dtype = "uint8" if dtype == "-" else dtype  # noqa: PLW2901
@@ -312,13 +304,13 @@ class _Measuring:
         total = collective.total(case)
         count = total if collective.layout == "vector" else total // case.size
         wanted = collective.wanted(case)
-        can = collective.in_place and self.chosen.agg_iters == 1 and has_result_like_input(case)
+        can = collective.in_place and self.chosen.agg_iters == 1 and case.has_result_like_input()
         return Row(
             size=total * _itemsize(case.dtype),
             count=count,
-            type="-" if collective.layout == "none" else case.dtype,
-            redop=case.op if collective.has_op else "none",
-            root=case.root if collective.has_root else -1,
+            type=case.dtype if collective.has_arrays else "-",
+            redop=case.op if collective.takes("op") else "none",
+            root=case.root if collective.takes("root") else -1,
             out_of_place=self._half(case, wanted, in_place=False),
             in_place=self._half(case, wanted, in_place=True) if can else None,
         )
@@ -331,14 +323,13 @@ class _Measuring:
         keep = x.copy() if is_same else None
         options = self.options if out is None else {**self.options, "out": out}
 
-        def call() -> Any:
-            return collective.call(case, x, **options)
+        call = collective.bound(case, x, **options)
 
         def finished() -> Any:
             result = call()
             return result.wait() if chosen.asynchronous else result
 
-        checked = bool(chosen.check) and collective.layout != "none"
+        checked = bool(chosen.check) and collective.has_arrays
         wrong = 0
         for _ in range(chosen.check if checked else 0):
             if keep is not None:
@@ -346,7 +337,7 @@ class _Measuring:
             elif out is not None:
                 out[...] = different_array(wanted)
             sv.barrier()
-            wrong += count_wrong(finished(), wanted)
+            wrong += compare_results(finished(), wanted)[0]
         if keep is not None:
             x[...] = 0  # each call reduces the result of the one before
         for _ in range(chosen.warmup_iters):
@@ -354,7 +345,7 @@ class _Measuring:
         iterations = self.plan.iterations or self._enough(finished)
         seconds, last = self._timed(call, iterations)
         if checked and not in_place:
-            wrong += count_wrong(last, wanted)
+            wrong += compare_results(last, wanted)[0]
         every = sv.all_gather_object([seconds / iterations / chosen.agg_iters, wrong])
         wrong = sum(one[1] for one in every)
         nbytes = collective.total(case) * _itemsize(case.dtype)
@@ -409,7 +400,7 @@ class _Measuring:
 
     def _output(self, wanted: Any) -> Any:
         """Return an array for `out=` if the result is an array and the function has `out=`."""
-        is_possible = isinstance(wanted, np.ndarray) and self._takes("out")
+        is_possible = isinstance(wanted, np.ndarray) and self.collective.takes("out")
         if not is_possible or self.chosen.agg_iters > 1:
             return None
         return self._resident(np.zeros_like(wanted))

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.algorithms.builders import ALGORITHMS
 from syncvar.cli.bench_table import parse_size, sizes
-from syncvar.cli.collective_registry import dtypes, find, ops_of
+from syncvar.collectives.collective_registry import CollectiveKind, available, find, ops_of
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.cli.collective_registry import Collective
+    from syncvar.collectives.collective_registry import Collective
 
 
 _NAMES = {
@@ -84,7 +85,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def make_plan(chosen: argparse.Namespace) -> BenchPlan:
     """Check the options and return the plan; raise ConfigError for a wrong one."""
-    collective = find(chosen.collective)
+    collective = find(
+        chosen.collective, [one for one in available() if one.kind is not CollectiveKind.OBJECT]
+    )
     if chosen.cudagraph is not None:
         raise ConfigError("-G has no meaning here: there are no graphs of GPU work to replay")
     limits = ("-n", chosen.iters, 1), ("-w", chosen.warmup_iters, 0), ("-m", chosen.agg_iters, 1)
@@ -107,25 +110,25 @@ def make_plan(chosen: argparse.Namespace) -> BenchPlan:
     step = None if chosen.stepbytes is None else parse_size(chosen.stepbytes)
     first, last = parse_size(chosen.minbytes), parse_size(chosen.maxbytes)
     found = sizes(first, last, factor=chosen.stepfactor, step=step)
-    if collective.layout == "none":
+    if not collective.has_arrays:
         found = [0]
     kinds = tuple(_kinds(collective, chosen.dtype, chosen.op))
     return BenchPlan(collective, tuple(found), kinds, chosen.root, chosen.iters, chosen)
 
 
 def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[str, str]]:
-    wanted = list(dtypes())
+    wanted = list(DTYPE_NAMES)
     if dtype_text != "all":
         wanted = [_NAMES.get(one, one) for one in dtype_text.split(",")]
     for dtype in wanted:
-        if dtype not in dtypes():
+        if dtype not in DTYPE_NAMES:
             raise ConfigError(
-                f"unknown dtype {dtype!r}{nearest(dtype, dtypes())}: it is one of "
-                f"{', '.join(dtypes())}"
+                f"unknown dtype {dtype!r}{nearest(dtype, DTYPE_NAMES)}: it is one of "
+                f"{', '.join(DTYPE_NAMES)}"
             )
-    if collective.layout == "none":
+    if not collective.has_arrays:
         return [("-", "")]
-    if not collective.has_op:
+    if not collective.takes("op"):
         return [(dtype, "") for dtype in wanted]
     kinds = []
     for dtype in wanted:

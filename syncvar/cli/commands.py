@@ -17,12 +17,17 @@ from syncvar.cli import (
     bench,
     bench_options,
     flight_commands,
-    migration_table,
     plan,
     selftest,
     stacks,
 )
-from syncvar.cli.printed_tables import collectives_text, rules_text
+from syncvar.cli.printed_tables import (
+    WORDS,
+    add_migration_options,
+    collectives_text,
+    coming_from_text,
+    rules_text,
+)
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import table_text
 from syncvar.core.settings import RuntimeConfig
@@ -54,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands.add_parser("rules", help="show what each operation on a variable does, as a table")
     commands.add_parser("collectives", help="show all collectives, as a table")
-    migration_table.add_options(
+    add_migration_options(
         commands.add_parser(
             "coming-from", help="show how syncvar spells what other libraries do, side by side"
         )
@@ -117,9 +122,7 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _coming_from(library: str | None) -> str:
-    if library == migration_table.WORDS:
-        return table_text()
-    return migration_table.coming_from_text(library)
+    return table_text() if library == WORDS else coming_from_text(library)
 
 
 def _settings() -> str:

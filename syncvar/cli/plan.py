@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.builders import (
+    ALGORITHMS,
+    SCHEDULES,
+    WorkLayout,
+    build_all,
+    folds_vectors,
+    sums_by_the_tree,
+    unsuited,
+)
 from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Copy, Recv, RecvReduce, Reduce, Send, schedule_text
 from syncvar.algorithms.selection import choose, parse_forced, suited
@@ -53,8 +61,6 @@ if TYPE_CHECKING:
 _INSTRUCTIONS = 24  # of a program
 _SHORT = 8  # ranks, rounds and steps of a figure
 _RANKS_MAX = 1024  # plans are built for all ranks and all algorithms
-_OF_BLOCKS = ("all_gather", "header_exchange", "gather", "scatter", "reduce_scatter", "all_to_all")
-_REDUCED = ("all_reduce", "reduce", "scan", "exscan")
 _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
@@ -220,14 +226,15 @@ def _plan_query(chosen: argparse.Namespace, config: RuntimeConfig) -> _PlanQuery
     if not 1 <= n <= _RANKS_MAX:
         raise ConfigError(f"--ranks must be 1 to {_RANKS_MAX}, not {n}")
     itemsize = _itemsize(chosen.dtype)
-    blocks = n if collective in _OF_BLOCKS else 1
+    work = SCHEDULES[collective].work
+    blocks = n if work in (WorkLayout.BLOCKS, WorkLayout.PAIRS) else 1
     count = chosen.count
     if chosen.bytes is not None:
         count = -(-parse_size(chosen.bytes) // (itemsize * blocks))
     if count < 0:
         raise ConfigError(f"--count must not be negative, not {count}")
     is_shared = (chosen.path or ("links" if config.transport == "zmq" else "shm")) == "shm"
-    nbytes = 0 if collective == "barrier" else count * blocks * itemsize
+    nbytes = 0 if work is WorkLayout.NOTHING else count * blocks * itemsize
     return _PlanQuery(collective, n, count, itemsize, nbytes, is_shared)
 
 
@@ -289,8 +296,7 @@ def _program_lines(
             f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares "
             f"memory (--path shm), not {rank}"
         )
-    call = _ProgramArgs(query.collective, rank, n, query.elements, query.itemsize, chosen.root)
-    about, program = _program(call, algorithm, is_demanded=is_demanded)
+    about, program = _program(query, rank, chosen.root, algorithm, is_demanded=is_demanded)
     shown = program_text(program, None if chosen.full else _INSTRUCTIONS).splitlines()
     return [
         "",
@@ -350,20 +356,12 @@ def _itemsize(name: str) -> int:
     return int(digits) // 8 if digits else 1
 
 
-class _ProgramArgs(NamedTuple):
-    """A call whose program is shown; `elements` are those of the vector, or of each block."""
-
-    collective: str
-    rank: int
-    size: int
-    elements: int
-    itemsize: int
-    root: int
-
-
-def _program(call: _ProgramArgs, algorithm: str, *, is_demanded: bool) -> tuple[str, Program]:
-    collective, rank, size, count, itemsize, root = call
-    if collective in _REDUCED and algorithm in ("direct", "owners"):
+def _program(
+    query: _PlanQuery, rank: int, root: int, algorithm: str, *, is_demanded: bool
+) -> tuple[str, Program]:
+    """Return the program of a rank, and what to say about it."""
+    collective, size, count, itemsize = query[:4]
+    if folds_vectors(collective, algorithm):
         ends = ResultPlacement(collective, root)
         if is_direct(count * itemsize, size) or not count:
             return "", lower_small(rank, size, count, ends=ends)
@@ -371,13 +369,13 @@ def _program(call: _ProgramArgs, algorithm: str, *, is_demanded: bool) -> tuple[
         program = lower_reduce(rank, size, count, cells, BufferPlacement(), block, ends)
         return ", of ordinary arrays, with the C extension", program
     if collective in _MOVED and not is_demanded:
-        return _move(call)
+        return _move(query, rank, root)
     rounds = publications(build_all(collective, algorithm, size, count=count, root=root), rank)
     return "", lower_rounds(rounds, rank, SEGMENT_BYTES // itemsize, SMALL_BYTES // itemsize)
 
 
-def _move(call: _ProgramArgs) -> tuple[str, Program]:
-    collective, rank, size, count, itemsize, root = call
+def _move(query: _PlanQuery, rank: int, root: int) -> tuple[str, Program]:
+    collective, size, count, itemsize = query[:4]
     has_block_each = collective in ("reduce_scatter", "all_to_all")  # one block for each peer
     is_root = collective == "broadcast" and rank == root
     peers = [peer for peer in range(size) if peer != rank]

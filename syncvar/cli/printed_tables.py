@@ -1,18 +1,24 @@
-"""The tables of `syncvar collectives` and `syncvar rules`, and the sections of error codes.
+"""The tables of `syncvar collectives`, `rules` and `coming-from`, and the sections of error codes.
 
-The tables come from the code itself, the sections from `errors.md`.
+The first two tables come from the code itself, the sections from `errors.md`, and the table of
+other libraries from `migration_table.toml`. A test runs every syncvar spelling of it. In the
+spellings `x` is an array, `out` another one, `grads` a list of arrays, `w` a variable, `comm` is
+`MPI.COMM_WORLD`, `dist` is `torch.distributed`, `ctx` is `tf.distribute.get_replica_context()`,
+`ds` a dataset.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
-from syncvar.cli.collective_registry import available, dtypes, ops_of
+from syncvar.collectives.collective_registry import available, ops_of
+from syncvar.core.array_types import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS
 from syncvar.variables.policy import (
@@ -27,9 +33,24 @@ from syncvar.variables.policy import (
 )
 
 if TYPE_CHECKING:
-    from syncvar.cli.collective_registry import Collective
+    import argparse
+    from collections.abc import Sequence
+
+    from syncvar.collectives.collective_registry import Collective
 
 _COMMON = {"group": None, "async_op": False, "timeout": None}
+LIBRARIES = ("tf.distribute", "horovod", "mpi4py", "torch.distributed")
+SHORT = {
+    "torch": "torch.distributed",
+    "tf": "tf.distribute",
+    "tensorflow": "tf.distribute",
+    "hvd": "horovod",
+    "mpi": "mpi4py",
+}
+WORDS = "words"
+_TITLES = ("tf.distribute", "Horovod", "mpi4py", "torch.distributed")
+_KEYS = dict(zip(LIBRARIES, ("tensorflow", "horovod", "mpi4py", "torch"), strict=True))
+_NONE = "-"
 _COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw")
 
 
@@ -65,12 +86,21 @@ def explain_code(word: str) -> str:
 
 def collectives_text() -> str:
     """Return the table of all collectives, and below it the dtypes of each op."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    rows = []
     for one in available():
-        calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
-        cells = (calls, one.gives, one.gets, _algorithms(one), one.cost, one.bus or "-")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines, "", *_notes()]) + "\n"
+        calls = "<br>".join(f"`{signature_of(name)}`" for name in one.names)
+        rows.append((calls, one.gives, one.gets, _algorithms(one), one.cost, one.bus or "-"))
+    return "\n".join([_grid(_COLUMNS, rows), *_notes()]) + "\n"
+
+
+def with_collectives(page: str) -> str:
+    """Return a page of the reference with the functions of a kind for each "collectives" line."""
+
+    def entries(found: re.Match[str]) -> str:
+        names = [name for one in available() if one.kind.name == found[1] for name in one.names]
+        return "\n\n".join(f".. autofunction:: syncvar.{name}" for name in names)
+
+    return re.sub(r"^\.\. collectives:: (\w+)$", entries, page, flags=re.MULTILINE)
 
 
 def signature_of(name: str) -> str:
@@ -89,17 +119,17 @@ def signature_of(name: str) -> str:
 
 
 def _algorithms(one: Collective) -> str:
-    if one.name in one.plans:
-        return ", ".join(ALGORITHMS.get(one.name, ())) or "-"
-    return ", ".join(f"as {key}" for key in one.plans) or "-"
+    if one.name in ALGORITHMS:
+        return ", ".join(ALGORITHMS[one.name])
+    return ", ".join(f"as {key}" for key in one.schedules) or "-"
 
 
 def _notes() -> list[str]:
     """Return the legend of the table, and the dtypes of each op."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    reducing = next(one for one in available() if one.has_op)
+    reducing = next(one for one in available() if one.takes("op"))
     for op in OPS:
-        supported = tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype))
+        supported = tuple(dtype for dtype in DTYPE_NAMES if op in ops_of(reducing, dtype))
         rows.setdefault(supported, []).append(f"`{op}`")
     common = ", ".join(f"{name}={default}" for name, default in _COMMON.items())
     lines = [
@@ -107,11 +137,11 @@ def _notes() -> list[str]:
         "by which `syncvar bench` multiplies size / time, for the rate at the bottleneck. The size",
         "is that of the vector, or of all ranks' pieces together.",
         "",
-        f"dtypes: {', '.join(dtypes())}. ops:",
+        f"dtypes: {', '.join(DTYPE_NAMES)}. ops:",
         "",
     ]
     for supported, ops in rows.items():
-        missing = [dtype for dtype in dtypes() if dtype not in supported]
+        missing = [dtype for dtype in DTYPE_NAMES if dtype not in supported]
         which = "all dtypes" if not missing else f"all but {', '.join(missing)}"
         if len(missing) >= len(supported):
             which = ", ".join(supported)
@@ -214,3 +244,66 @@ def _rows(operation: AccessKind) -> list[tuple[str, str, _Cells]]:
         ("any" if len(names) == len(VariableSynchronization) else ", ".join(names), shown, cells)
         for (shown, cells), names in by_aggregations.items()
     ]
+
+
+class Task(NamedTuple):
+    """One task."""
+
+    title: str  # the task in words
+    spellings: dict[str, str]  # call of each library, "-" for none
+    syncvar: str  # call of syncvar
+    notes: list[tuple[list[str], str]]  # (libraries, difference); no libraries means all
+
+
+def tasks() -> list[Task]:
+    """Return the table."""
+    text = Path(__file__).with_name("migration_table.toml").read_text("utf-8")
+    found = []
+    for row in tomllib.loads(text)["task"]:
+        spellings = {library: row.get(key, _NONE) for library, key in _KEYS.items()}
+        notes = [(note["libraries"], note["text"]) for note in row.get("notes", ())]
+        found.append(Task(row["task"], spellings, row["syncvar"], notes))
+    return found
+
+
+def add_migration_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `syncvar coming-from`."""
+    parser.add_argument(
+        "library",
+        nargs="?",
+        choices=(*LIBRARIES, WORDS),
+        type=lambda name: SHORT.get(name.lower(), name),
+        metavar="LIBRARY",
+        help=f"{', '.join(LIBRARIES)}: its rows and notes; {WORDS}: their single words [all]",
+    )
+
+
+def coming_from_text(library: str | None = None) -> str:
+    """Return the whole table in Markdown, or one library beside syncvar and the differences."""
+    shown = LIBRARIES if library is None else (library,)
+    titles = [_TITLES[LIBRARIES.index(one)] for one in shown]
+    rows = [
+        (one.title, *(_code(one.spellings[name]) for name in shown), _code(one.syncvar))
+        for one in tasks()
+    ]
+    table = _grid(("task", *titles, "syncvar"), rows)
+    if library is None:
+        return table
+    notes = []
+    for one in tasks():
+        texts = [text for libraries, text in one.notes if not libraries or library in libraries]
+        if texts:
+            notes.append(f"- {one.title}: {' '.join(texts)}\n")
+    return f"{table}\nNotes by task:\n\n{''.join(notes)}"
+
+
+def _code(spelling: str) -> str:
+    return spelling if spelling == _NONE else f"`{spelling}`"
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    shown = [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n"
+        for line in (head, *rows)
+    ]
+    return "".join([shown[0], "|---" * len(head) + "|\n", *shown[1:]])

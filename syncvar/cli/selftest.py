@@ -9,8 +9,6 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from inspect import signature
 from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,25 +17,24 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.cli.collective_registry import (
-    FOLDED_OPS,
-    Case,
-    available,
-    dtypes,
-    first_wrong,
-    has_result_like_input,
-    ops_of,
-    part,
-)
 from syncvar.cli.start_workers import is_launched, start_workers
-from syncvar.core.errors import ConfigError, SyncvarError, TransportError
-from syncvar.core.settings import nearest
+from syncvar.collectives.collective_registry import (
+    Case,
+    CollectiveKind,
+    available,
+    find,
+    ops_of,
+)
+from syncvar.core.array_types import DTYPE_NAMES
+from syncvar.core.errors import SyncvarError, TransportError
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from syncvar.cli.collective_registry import Collective
+    from numpy.typing import NDArray
+
+    from syncvar.collectives.collective_registry import Collective
 
 _SHOWN_FAILURES = 3
 _CALL_TIMEOUT_S = 30.0
@@ -89,14 +86,45 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Any:
 
 def select_collectives(names: Sequence[str]) -> list[Collective]:
     """Return the collectives to test; raise ConfigError for an unknown name."""
-    known = {one.name: one for one in available()}
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"unknown collective {name!r}{nearest(name, known)}: it is one of "
-                f"{', '.join(known)}"
-            )
-    return [one for one in known.values() if not names or one.name in names]
+    chosen = [find(name, available()) for name in names]
+    return [one for one in available() if not names or one in chosen]
+
+
+def different_array(wanted: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that differs in every element, to detect elements that nobody writes."""
+    return np.asarray((wanted == 0).astype(wanted.dtype))
+
+
+def compare_results(  # noqa: PLR0911  (one for each kind of difference)
+    got: Any, wanted: Any
+) -> tuple[int, str]:
+    """Return the number of wrong elements, and the first difference in words; (0, "") for none.
+
+    If a shape or a dtype is wrong, all elements count, at least one.
+    """
+    if wanted is None:
+        return (0, "") if got is None else (1, f"a {type(got).__name__} instead of None")
+    if isinstance(wanted, list | tuple):
+        everything = max(1, sum(int(one.size) for one in wanted))
+        if not isinstance(got, list | tuple):
+            return everything, f"a {type(got).__name__} instead of {len(wanted)} arrays"
+        if len(got) != len(wanted):
+            return everything, f"{len(got)} arrays instead of {len(wanted)}"
+        each = [compare_results(mine, theirs) for mine, theirs in zip(got, wanted, strict=True)]
+        texts = (f"array {index}: {text}" for index, (_, text) in enumerate(each) if text)
+        return sum(count for count, _ in each), next(texts, "")
+    if not isinstance(got, np.ndarray):
+        return max(1, int(wanted.size)), f"a {type(got).__name__} instead of an array"
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        shapes = f"{got.dtype}{list(got.shape)} instead of {wanted.dtype}{list(wanted.shape)}"
+        return max(1, int(wanted.size)), shapes
+    indexes = np.argwhere(got != wanted)
+    if not len(indexes):
+        return 0, ""
+    where = tuple(int(one) for one in indexes[0])
+    shown = where[0] if len(where) == 1 else where
+    more = f" ({len(indexes)} of {wanted.size} are wrong)" if len(indexes) > 1 else ""
+    return len(indexes), f"index {shown} is {got[where]} instead of {wanted[where]}{more}"
 
 
 def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[str], bool]:
@@ -201,18 +229,17 @@ def _proves(one: Collective) -> str:
         return "no rank leaves before the last has entered"
     if one.name == "send_recv" and size == 1:
         return "not called: it needs two ranks"
-    if one.layout == "none":
-        roots = ", every root" * one.has_root
+    if one.kind is CollectiveKind.OBJECT:
+        roots = ", every root" * one.takes("root")
         return f"{one.gets}; {len(_objects(0))} types of plain data{roots}"
-    words = [one.gets, f"{len(dtypes())} dtypes"]
-    if one.has_op:
-        words.append(f"{len({op for dtype in dtypes() for op in ops_of(one, dtype)})} ops")
-    if one.has_root:
+    words = [one.gets, f"{len(DTYPE_NAMES)} dtypes"]
+    if one.takes("op"):
+        words.append(f"{len({op for dtype in DTYPE_NAMES for op in ops_of(one, dtype)})} ops")
+    if one.takes("root"):
         words.append("every root")
-    parameters = signature(getattr(sv, one.functions[-1])).parameters
-    ways = ["out="] * ("out" in parameters and one.name != "all_to_all")
+    ways = ["out="] * (one.takes("out") and one.name != "all_to_all")
     ways += ["in place"] * one.in_place
-    ways += ["async"] * ("async_op" in parameters) or ["inputs in reverse order"]
+    ways += ["async"] * one.takes("async_op") or ["inputs in reverse order"]
     ways.append("repeated with arrays in private and shared memory")
     counts = f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}"
     return "; ".join([*words, counts, ", ".join(ways)])
@@ -227,9 +254,9 @@ def _matrix(size: int) -> tuple[int, int]:
 
 
 def _test(one: Collective, outcome: SelfTestResult) -> None:
-    if one.layout != "none":
+    if one.has_arrays:
         _test_arrays(one, outcome)
-    elif one.name == "barrier":
+    elif one.kind is CollectiveKind.WAIT:
         _test_barrier(outcome)
     else:
         _test_objects(one, outcome)
@@ -241,14 +268,14 @@ def _test_arrays(one: Collective, outcome: SelfTestResult) -> None:
     size = sv.world_size()
     shapes = [(length,) for length in _counts(size)] + [_matrix(size)]
     number = count()
-    for dtype in dtypes():
-        ops = [op for op in ops_of(one, dtype) if op in FOLDED_OPS] if one.has_op else [""]
+    for dtype in DTYPE_NAMES:
+        ops = ops_of(one, dtype) if one.takes("op") else ("",)
         for op, shape in product(ops, shapes):
             root = next(number) % size
             case = Case(sv.rank(), size, shape, dtype, op or "sum", root)
             for way, got in _ways(one, case, is_first=op == ops[0]):
                 title = f"{dtype}{f', {op}' if op else ''}, {_shape_text(shape)}"
-                title += f", root {root}" * one.has_root + way
+                title += f", root {root}" * one.takes("root") + way
                 _judge(outcome, title, got, case, one)
     _test_places(one, outcome)
 
@@ -263,10 +290,10 @@ def _test_places(one: Collective, outcome: SelfTestResult) -> None:
         for turn in range(_TURNS):
             where = _MEMORY[draw.integers(0, len(_MEMORY), size)[rank]]
             is_same = one.in_place and turn % 2 == 0
-            mine = _copy_in(where, x if x is not None else part(case, rank) if is_same else None)
+            mine = _copy_in(where, x if x is not None else case.part(rank) if is_same else None)
             out = {"out": mine} if is_same and target is not None else {}
             title = f"call {turn + 1} of {_shape_text(case.shape)}{', in place' * is_same}, {where}"
-            call = partial(one.call, case, None if x is None else mine, **out)
+            call = one.bound(case, None if x is None else mine, **out)
             _judge(outcome, title, call, case, one)
 
 
@@ -289,35 +316,31 @@ def _ways(
     """Yield calls of a case; with the first op of a dtype also with out=, in place and async."""
     x = one.contribution(case)
     if x is None and case.rank % 2 and one.name == "broadcast":
-        x = part(case, case.rank)  # other ranks pass None, or an array of the same shape
+        x = case.part(case.rank)  # other ranks pass None, or an array of the same shape
     yield "", lambda: _unchanged(one, case, x)
-    parameters = signature(getattr(sv, one.functions[-1])).parameters
     if case.shape != (_MANY,) or not is_first:
         return
     target = one.wanted(case)
-    if "out" in parameters and isinstance(target, np.ndarray | None):
+    if one.takes("out") and isinstance(target, np.ndarray | None):
         out = None if target is None else np.zeros_like(target)
-        yield ", out=", lambda: one.call(case, x, out=out)
-    if one.in_place and has_result_like_input(case):
+        yield ", out=", one.bound(case, x, out=out)
+    if one.in_place and case.has_result_like_input():
         for words, make in (("in place", np.empty), ("in place, resident", sv.empty)):
-            same = None if x is None and target is None else make(case.shape, part(case, 0).dtype)
+            same = None if x is None and target is None else make(case.shape, case.part(0).dtype)
             if same is not None and x is not None:
                 same[...] = x
             if target is not None or x is not None:
-                yield f", {words}", _overwriting(one, case, same, x, target)
-    if "async_op" in parameters:
-        yield ", async", lambda: one.call(case, x, async_op=True).wait()
-
-
-def _overwriting(one: Collective, case: Case, same: Any, x: Any, target: Any) -> Callable[[], Any]:
-    return lambda: one.call(case, None if x is None else same, out=None if target is None else same)
+                source, out = None if x is None else same, None if target is None else same
+                yield f", {words}", one.bound(case, source, out=out)
+    if one.takes("async_op"):
+        yield ", async", lambda: one.bound(case, x, async_op=True)().wait()
 
 
 def _unchanged(one: Collective, case: Case, x: Any) -> Any:
     """Make the call, and check that it does not change its input."""
     before = None if x is None else x.copy()
-    result = one.call(case, x)
-    changed = "" if x is None else first_wrong(x, before)
+    result = one.bound(case, x)()
+    changed = "" if x is None else compare_results(x, before)[1]
     if changed:
         raise AssertionError(f"the call changed its input: {changed}")
     return result
@@ -328,7 +351,7 @@ def _judge(
 ) -> None:
     outcome.calls += 1
     try:
-        words = first_wrong(call(), one.wanted(case))
+        words = compare_results(call(), one.wanted(case))[1]
     except TransportError as error:
         _fail(outcome, case.rank, f"{one.name}: {title}: {type(error).__name__}: {error}")
         raise
@@ -361,12 +384,13 @@ def _test_barrier(outcome: SelfTestResult) -> None:
 def _test_objects(one: Collective, outcome: SelfTestResult) -> None:
     rank, size = sv.rank(), sv.world_size()
     for root, index in product(range(size), range(len(_objects(0)))):
-        everyone = [_objects(other)[index] for other in range(size)]
-        call, target = _object_call(one.name, everyone, rank, root)
+        everyone = tuple(_objects(other)[index] for other in range(size))
+        case = Case(rank, size, (), root=root, objects=everyone)
+        target = one.wanted(case)
         title = f"{one.name}: object {index}, root {root}"
         outcome.calls += 1
         try:
-            got = call()
+            got = one.bound(case, one.contribution(case))()
         except SyncvarError as error:
             _fail(outcome, rank, f"{title}: {type(error).__name__}: {error}")
             if isinstance(error, TransportError):
@@ -374,20 +398,6 @@ def _test_objects(one: Collective, outcome: SelfTestResult) -> None:
             continue
         if _plain(got) != _plain(target):
             _fail(outcome, rank, f"{title}: {got!r} instead of {target!r}"[:300])
-
-
-def _object_call(
-    name: str, everyone: list[Any], rank: int, root: int
-) -> tuple[Callable[[], Any], Any]:
-    if name == "all_gather_object":
-        return (lambda: sv.all_gather_object(everyone[rank])), everyone
-    if name == "broadcast_object":
-        return (
-            lambda: sv.broadcast_object(everyone[rank] if rank == root else None, root)
-        ), everyone[root]
-    if name == "gather_object":
-        return (lambda: sv.gather_object(everyone[rank], root)), everyone if rank == root else None
-    return (lambda: sv.scatter_object(everyone if rank == root else None, root)), everyone[rank]
 
 
 def _objects(rank: int) -> list[Any]:

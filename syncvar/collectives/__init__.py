@@ -29,51 +29,8 @@ This package imports all of them at once. A signal handler may make any call, al
 is imported.
 """
 
-from __future__ import annotations
+from importlib import import_module
+from pkgutil import iter_modules
 
-from syncvar.collectives.all_reduce import all_reduce
-from syncvar.collectives.barrier import barrier
-from syncvar.collectives.broadcast import broadcast
-from syncvar.collectives.gather import all_gather, gather
-from syncvar.collectives.groups import Group, Mesh, mesh, new_group
-from syncvar.collectives.object_collectives import (
-    all_gather_object,
-    broadcast_object,
-    gather_object,
-    scatter_object,
-)
-from syncvar.collectives.reduce import exscan, reduce, reduce_scatter, scan
-from syncvar.collectives.scatter import all_to_all, scatter
-from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
-from syncvar.collectives.sharded_sums import all_reduce_shards, tree_sum
-from syncvar.core.reduce_ops import register_op
-
-__all__ = [
-    "Group",
-    "Mesh",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_shards",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "exscan",
-    "gather",
-    "gather_object",
-    "mesh",
-    "new_group",
-    "recv",
-    "recv_object",
-    "reduce",
-    "reduce_scatter",
-    "register_op",
-    "scan",
-    "scatter",
-    "scatter_object",
-    "send",
-    "send_object",
-    "sendrecv",
-    "tree_sum",
-]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

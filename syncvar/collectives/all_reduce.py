@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.collectives.buckets import reduce_one, reduce_together
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import call_persistent, make_call, native_dispatch
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
@@ -274,3 +275,13 @@ def agreement_request(
     """Return the request of the slow path of `agree`."""
     request = reduce_request(communicator, numbers, op, name=name)
     return request if spec is None else CheckedCall(spec, request.body)
+
+
+register(
+    Collective(
+        (all_reduce,), CollectiveKind.REDUCE, gives="an array",
+        gets="the combination of all ranks' arrays",
+        cost="one or two rounds; over links 2(n-1) rounds, 2(n-1)/n of the array sent",
+        wanted=lambda case: case.combined(), in_place=True,
+    )
+)  # fmt: skip

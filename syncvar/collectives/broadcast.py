@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
+from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import (
     broadcast_bytes,
@@ -18,6 +19,7 @@ from syncvar.collectives.transfer_args import (
     detail_of,
     fits_out,
     moves,
+    plain_form,
     result_buffer,
 )
 from syncvar.core.array_arguments import deliver
@@ -89,15 +91,8 @@ def broadcast(
     """
     rest = (root, algorithm)
     return make_call(
-        broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
+        broadcast, plain_form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
     )
-
-
-def _form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    root, algorithm = rest
-    return plain_array(x) if type(root) is int and algorithm is None else None
 
 
 def broadcast_request(
@@ -218,3 +213,13 @@ def _structure_body(
         dtype = dtype_from_index(index)
         results.append((yield from broadcast_flat(communicator, mine, tuple(shape), dtype, root)))
     return unflatten(structure, results, like)
+
+
+register(
+    Collective(
+        (broadcast,), CollectiveKind.MOVE,
+        gives="root: an array; others: None, or one of that shape", gets="the root's array",
+        cost="one direct copy; over links ceil(log2 n) rounds of the array",
+        wanted=lambda case: case.part(case.root), from_root=True, in_place=True,
+    )
+)  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import exchange, gather_flat, require_same
@@ -77,30 +78,18 @@ def all_gather(
     """
     rest = (axis, algorithm)
     return make_call(
-        all_gather,
-        _all_gather_form,
-        gather_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        rest,
+        all_gather, _form, gather_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _all_gather_form(
+def _form(
     _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
-    axis, algorithm = rest
-    return gather_form(x, axis) if algorithm is None else None
-
-
-def gather_form(x: Any, axis: Any) -> NDArray[Any] | None:
     """Return the array of a gather along axis 0, or None for any other gather."""
-    array = plain_array(x) if type(axis) is int else None
-    if array is None or axis not in (0, -max(1, array.ndim)):
+    *numbers, algorithm = rest  # the axis is the last number
+    is_plain = algorithm is None and all(type(one) is int for one in numbers)
+    array = plain_array(x) if is_plain else None
+    if array is None or numbers[-1] not in (0, -max(1, array.ndim)):
         return None
     return array if array.ndim else array.reshape(1)
 
@@ -276,36 +265,29 @@ def gather(  # noqa: PLR0913  (public signature)
         >>> sv.gather(np.arange(3))
         array([0, 1, 2])
     """
+    rest = (root, axis, algorithm)
     return make_call(
-        gather,
-        _rooted_form,
-        _rooted_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (root, axis, algorithm),
+        gather, _form, _rooted_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _rooted_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    root, axis, algorithm = rest
-    return gather_form(x, axis) if type(root) is int and algorithm is None else None
-
-
 def _rooted_request(
-    communicator: Communicator,
-    x: Any,
-    out: Any,
-    root: int,
-    axis: int,
-    algorithm: str | None,
-    *,
-    keep: bool,
+    communicator: Communicator, x: Any, out: Any, root: int, *rest: Any, keep: bool
 ) -> TransferArgs:
-    rest = (axis, algorithm)
     return gather_request(communicator, x, out, *rest, keep=keep, name="gather", root=root)
+
+
+register(
+    Collective(
+        (all_gather,), CollectiveKind.MOVE, gives="an array; lengths may differ",
+        gets="all ranks' arrays, joined in rank order",
+        cost="one direct copy of each block; over links n-1 rounds, (n-1)/n of the result sent",
+        wanted=lambda case: np.concatenate(case.parts()), layout="blocks",
+    ),
+    Collective(
+        (gather,), CollectiveKind.MOVE, gives="an array; lengths may differ",
+        gets="root: all ranks' arrays, joined in rank order; others: None",
+        cost="one direct copy of each block; over links each block once to the root",
+        wanted=lambda case: case.at_root(np.concatenate(case.parts())), layout="blocks",
+    ),
+)  # fmt: skip

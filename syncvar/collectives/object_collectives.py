@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives.broadcast import broadcast_blocks
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.gather import gathered_blocks, other_ranks
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
@@ -372,3 +373,30 @@ _ALL_GATHER = _ObjectCollective("all_gather_object", _own, _gather_request, _eac
 _BROADCAST = _ObjectCollective("broadcast_object", _of_root, _broadcast_request, _first)
 _GATHER = _ObjectCollective("gather_object", _own, _gather_request, _each)
 _SCATTER = _ObjectCollective("scatter_object", _parts, _scatter_request, _first)
+
+
+register(
+    Collective(
+        (all_gather_object,), CollectiveKind.OBJECT, gives="plain data",
+        gets="all ranks' objects, a list", cost="one round for small objects, otherwise n-1 more",
+        wanted=lambda case: case.parts(), schedules=("all_gather",),
+    ),
+    Collective(
+        (broadcast_object,), CollectiveKind.OBJECT, gives="root: plain data",
+        gets="the root's object", cost="one round for small objects, otherwise ceil(log2 n) more",
+        wanted=lambda case: case.part(case.root), schedules=("broadcast",), from_root=True,
+    ),
+    Collective(
+        (gather_object,), CollectiveKind.OBJECT, gives="plain data",
+        gets="root: all ranks' objects, a list; others: None",
+        cost="one round for small objects, otherwise each object once to the root",
+        wanted=lambda case: case.at_root(case.parts()), schedules=("gather",),
+    ),
+    Collective(
+        (scatter_object,), CollectiveKind.OBJECT, gives="root: a list of n objects",
+        gets="rank r: object r",
+        cost="one round for small objects, otherwise each object once from the root",
+        wanted=lambda case: case.part(case.rank), schedules=("scatter",), from_root=True,
+        inputs=lambda case, _rank: case.parts(),
+    ),
+)  # fmt: skip

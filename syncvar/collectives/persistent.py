@@ -8,38 +8,16 @@ from __future__ import annotations
 
 import reprlib
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives.all_reduce import all_reduce
-from syncvar.collectives.barrier import barrier
-from syncvar.collectives.broadcast import broadcast
-from syncvar.collectives.gather import all_gather, gather
-from syncvar.collectives.reduce import exscan, reduce, reduce_scatter, scan
-from syncvar.collectives.scatter import all_to_all, scatter
-from syncvar.collectives.send_recv import recv, send
+from syncvar.collectives.collective_registry import available
 from syncvar.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from syncvar.runtime.work import Work
-
-ACCEPTED: Mapping[str, Callable[..., Any]] = {
-    "all_reduce": all_reduce,
-    "reduce": reduce,
-    "reduce_scatter": reduce_scatter,
-    "scan": scan,
-    "exscan": exscan,
-    "broadcast": broadcast,
-    "all_gather": all_gather,
-    "gather": gather,
-    "scatter": scatter,
-    "all_to_all": all_to_all,
-    "barrier": barrier,
-    "send": send,
-    "recv": recv,
-}
-"""The functions that `persistent` takes, by name."""
 
 
 class PersistentCollective:
@@ -197,14 +175,23 @@ def _shown(value: Any) -> str:
     return f"{dtype}{list(shape)}"
 
 
+def persistent_functions() -> dict[str, Callable[..., Any]]:
+    """Return the functions that `persistent` takes, by name."""
+    return {
+        name: function
+        for one in available()
+        for name, function in zip(one.names, one.functions, strict=True)
+        if "async_op" in signature(function).parameters and not name.endswith("_object")
+    }
+
+
 def persistent(
     function: Callable[..., Any], *arguments: Any, **options: Any
 ) -> PersistentCollective:
     """Keep a collective with its arguments, to make the same call many times.
 
     Args:
-        function: One of `all_reduce`, `reduce`, `reduce_scatter`, `scan`, `exscan`, `broadcast`,
-            `all_gather`, `gather`, `scatter`, `all_to_all`, `barrier`, `send` and `recv` of `sv`.
+        function: `send`, `recv`, or a collective with `async_op` that takes no objects.
         arguments: Its positional arguments. Arrays are kept, not copied: change them in place.
         options: Its keyword arguments, for instance `out`, `op`, `group` and `timeout`; not
             `async_op`.
@@ -230,12 +217,10 @@ def persistent(
         >>> total
         array([2., 2.])
     """
-    name = next((name for name, one in ACCEPTED.items() if one is function), None)
-    if name is None:
-        raise ConfigError(
-            f"persistent takes no {getattr(function, '__name__', None) or reprlib.repr(function)}: "
-            f"pass one of sv.{', sv.'.join(ACCEPTED)}"
-        )
+    accepted = persistent_functions()
+    name = getattr(function, "__name__", None) or reprlib.repr(function)
+    if not any(function is one for one in accepted.values()):
+        raise ConfigError(f"persistent takes no {name}: pass one of sv.{', sv.'.join(accepted)}")
     if "async_op" in options:
         raise ConfigError(
             f"persistent({name}, …) takes no async_op: write call.start() and call.wait() instead"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
-from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
+from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
@@ -25,7 +26,14 @@ from syncvar.collectives.reduce_args import (
     release_others,
     run_plan,
 )
-from syncvar.collectives.transfer_args import TransferArgs, fits_out, moves, place_of, result_buffer
+from syncvar.collectives.transfer_args import (
+    TransferArgs,
+    fits_out,
+    moves,
+    place_of,
+    plain_form,
+    result_buffer,
+)
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
@@ -86,16 +94,8 @@ def reduce(  # noqa: PLR0913  (public signature)
     """
     rest = (op_name(op), root, algorithm)
     return make_call(
-        reduce, _reduce_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
+        reduce, plain_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
     )
-
-
-def _reduce_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    op, root, algorithm = rest
-    is_plain = isinstance(op, str) and type(root) is int and algorithm is None
-    return plain_array(x) if is_plain else None
 
 
 def _reduce_request(
@@ -192,18 +192,8 @@ def scan(
         >>> sv.scan([1.0, 2.0])
         array([1., 2.])
     """
-    return make_call(
-        scan,
-        _scan_form,
-        _scan_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        {},
-        (op_name(op), algorithm),
-    )
+    rest = (op_name(op), algorithm)
+    return make_call(scan, plain_form, _scan_request, x, out, group, async_op, timeout, {}, rest)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -242,15 +232,8 @@ def exscan(
     """
     rest = (op_name(op), algorithm)
     return make_call(
-        exscan, _scan_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
+        exscan, plain_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
     )
-
-
-def _scan_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    op, algorithm = rest
-    return plain_array(x) if isinstance(op, str) and algorithm is None else None
 
 
 def _prefix_request(
@@ -328,20 +311,11 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
     """
     rest = (op_name(op), lengths, algorithm)
     return make_call(
-        reduce_scatter,
-        _scatter_form,
-        _scatter_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        rest,
+        reduce_scatter, _cut_form, _cut_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _scatter_form(
+def _cut_form(
     communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     op, lengths, algorithm = rest
@@ -351,7 +325,7 @@ def _scatter_form(
     return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
 
 
-def _scatter_request(
+def _cut_request(
     communicator: Communicator,
     x: Any,
     out: Any,
@@ -458,3 +432,30 @@ def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ..
             f"sv.uneven: give it 0 rows"
         )
     return tuple(int(rows[rank]) for rank in communicator.present)
+
+
+register(
+    Collective(
+        (reduce,), CollectiveKind.REDUCE, gives="an array",
+        gets="root: the combination of all ranks' arrays; others: None",
+        cost="one round; over links ceil(log2 n) rounds of the array",
+        wanted=lambda case: case.at_root(case.combined()), in_place=True,
+    ),
+    Collective(
+        (reduce_scatter,), CollectiveKind.REDUCE, gives="an array",
+        gets="rank r: piece r of the combination, cut along axis 0",
+        cost="one round; over links n-1 rounds, (n-1)/n of the array sent",
+        wanted=lambda case: case.piece(case.combined()), layout="cut",
+    ),
+    Collective(
+        (scan,), CollectiveKind.REDUCE, gives="an array",
+        gets="rank r: the combination of ranks 0 to r",
+        cost="one round; over links ceil(log2 n) rounds of the array",
+        wanted=lambda case: case.combined(case.rank + 1), in_place=True,
+    ),
+    Collective(
+        (exscan,), CollectiveKind.REDUCE, gives="an array",
+        gets="rank r: the combination of ranks 0 to r-1; rank 0: the op's identity",
+        cost="as `scan`", wanted=lambda case: case.combined(case.rank), in_place=True,
+    ),
+)  # fmt: skip

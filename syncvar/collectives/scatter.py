@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.gather import other_ranks
 from syncvar.collectives.groups import by_rank, checked_root
@@ -77,17 +78,9 @@ def scatter(
         >>> sv.scatter([np.arange(3)])
         array([0, 1, 2])
     """
+    rest = (root, algorithm)
     return make_call(
-        scatter,
-        _scatter_form,
-        _scatter_request,
-        x,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (root, algorithm),
+        scatter, _scatter_form, _scatter_request, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
@@ -231,17 +224,9 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
+    rest, request = (algorithm,), _exchange_request
     return make_call(
-        all_to_all,
-        _exchange_form,
-        _exchange_request,
-        parts,
-        out,
-        group,
-        async_op,
-        timeout,
-        _foreign,
-        (algorithm,),
+        all_to_all, _exchange_form, request, parts, out, group, async_op, timeout, _foreign, rest
     )
 
 
@@ -398,3 +383,19 @@ def _exchanged(
         results.append(work[start:stop].reshape(shapes[source][rank]).copy())
         start = stop
     return results
+
+
+register(
+    Collective(
+        (scatter,), CollectiveKind.MOVE,
+        gives="root: n arrays, or one to be cut along axis 0; others: None", gets="rank r: array r",
+        cost="one direct copy of each part; over links each part once from the root",
+        wanted=lambda case: case.piece(case.part(case.root)), layout="cut", from_root=True,
+    ),
+    Collective(
+        (all_to_all,), CollectiveKind.MOVE, gives="n arrays, or one to be cut along axis 0",
+        gets="rank r: array r of each rank, a list",
+        cost="one direct copy of each part; over links n-1 rounds, each part once",
+        wanted=lambda case: [case.piece(part) for part in case.parts()], layout="cut",
+    ),
+)  # fmt: skip

@@ -17,6 +17,7 @@ import numpy as np
 
 from syncvar.algorithms.reproducible_tree import runs_of, split, whole_nodes
 from syncvar.algorithms.schedule import Chunk, even_chunks
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.reduce_args import check_finite
 from syncvar.collectives.stage_builders import gather_bytes, gather_flat
@@ -466,3 +467,14 @@ def _total(
     if is_small or size == 1:
         return piece
     return (yield from gather_flat(communicator, piece, tuple(chunk.count for chunk in chunks)))
+
+
+register(
+    Collective(
+        (all_reduce_shards,), CollectiveKind.REDUCE, gives="arrays by id, any of the ids 0 to m-1",
+        gets="the combination of the m arrays",
+        cost="an exchange of ids, then two rounds: partial sums, results",
+        wanted=lambda case: case.combined(), schedules=("all_to_all", "all_gather"),
+        own_bus="2(n-1)/n", ops=_OPS, arguments=lambda case, x: ({case.size - 1 - case.rank: x},),
+    )
+)  # fmt: skip

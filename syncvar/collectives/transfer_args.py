@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, uncacheable
+from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
 from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
 from syncvar.runtime.collective_spec import fingerprint
 from syncvar.runtime.persistent_transfer import prepare_move
@@ -30,6 +30,15 @@ UNMOVED = TransferLayout(0, NOTHING.dtype)
 def moves(communicator: Communicator, collective: str, algorithm: str | None = None) -> bool:
     """Return whether a collective moves blocks through shared memory; the same on all ranks."""
     return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
+
+
+def plain_form(
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
+) -> NDArray[Any] | None:
+    """Return the array of a call with an op, a root, or both, and no algorithm; else None."""
+    *options, algorithm = rest
+    is_plain = all(isinstance(one, str) or type(one) is int for one in options)
+    return plain_array(x) if is_plain and algorithm is None else None
 
 
 class TransferArgs(Cacheable):

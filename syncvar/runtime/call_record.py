@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import CodeType, FrameType
 
+    from syncvar.algorithms.builders import CollectiveSchedules
     from syncvar.core.stack_dump import StackFrame
 
 DETAIL_MAX = 2000  # characters
@@ -27,9 +28,6 @@ NOWHERE = -1  # group and call of an entry that is no call of a group
 _FOLD_AT = 256
 _KINDS_MAX = 4096
 _CLASSES = tuple(16**power for power in range(1, 9))
-# Reductions of different ops differ in cost.
-_WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")
-
 # Factor by its formula; n is the number of ranks.
 BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
     "2(n-1)/n": lambda size: 2 * (size - 1) / size,
@@ -37,11 +35,8 @@ BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
     "1": lambda _: 1.0,
 }
 
-_FORMULAS = {
-    **dict.fromkeys(("all_reduce", "all_reduce_shards"), "2(n-1)/n"),
-    **dict.fromkeys(("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"), "(n-1)/n"),
-    **dict.fromkeys(("reduce", "broadcast", "scan", "exscan", "send", "recv"), "1"),
-}
+# Formulas of calls that have no schedules of their own.
+_FORMULAS = {"all_reduce_shards": "2(n-1)/n", "send": "1", "recv": "1"}
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Run as `__main__`.
@@ -241,8 +236,15 @@ def _innermost(thread: int) -> FrameType | None:
 
 def bus_factor(collective: str, size: int) -> float:
     """Return a collective's bus bandwidth factor; 0 if it is unknown or moves no bytes."""
-    formula = _FORMULAS.get(collective)
-    return BUS_FACTORS[formula](size) if formula is not None and size > 0 else 0.0
+    schedules = _schedules_of(collective)
+    formula = _FORMULAS.get(collective, "") if schedules is None else schedules.bus
+    return BUS_FACTORS[formula](size) if formula and size > 0 else 0.0
+
+
+def _schedules_of(collective: str) -> CollectiveSchedules | None:
+    from syncvar.algorithms.builders import SCHEDULES  # the launcher needs it for totals only
+
+    return SCHEDULES.get(collective)
 
 
 def size_class(nbytes: int) -> int:
@@ -346,4 +348,5 @@ class Totals:
 def _row_name(spec: CollectiveSpec) -> str:
     """Return the collective, with its op where calls with different ops differ in cost."""
     name, op = spec.collective, spec.op
-    return f"{name}({op})" if name in _WITH_OP and op.isalpha() and op.islower() else name
+    reduces = name == "all_reduce_shards" or _schedules_of(name) is not None
+    return f"{name}({op})" if reduces and op.isalpha() and op.islower() else name

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar._native.constants import MemoryKind
-from syncvar.algorithms.builders import build, build_all
+from syncvar.algorithms.builders import SCHEDULES, WorkLayout, build, build_all, folds_vectors
 from syncvar.algorithms.compile_schedule import (
     LinkSchedule,
     Publication,
@@ -83,8 +83,8 @@ def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = N
     Without a `root` they are part of a larger call, where only an all-reduce may leave its rounds.
     """
     mine = plans[rank]
-    reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
-    if mine.collective in reduces and mine.algorithm in ("direct", "owners"):
+    reduces = mine.collective == "all_reduce" or root is not None
+    if reduces and folds_vectors(mine.collective, mine.algorithm):
         ends = ResultPlacement(mine.collective, root or 0)
         return Published(reduces=True, rounds=(), algorithm=mine.algorithm, ends=ends)
     rounds = publications(plans, rank)
@@ -208,7 +208,7 @@ class Planner:
         total: Any = counts
         is_even = True
         if isinstance(counts, tuple):
-            is_matrix = collective == "all_to_all"
+            is_matrix = SCHEDULES[collective].work is WorkLayout.PAIRS
             sizes = {"matrix" if is_matrix else "counts": counts}
             rows: Any = counts if is_matrix else (counts,)
             is_even = len({count for row in rows for count in row}) == 1

@@ -9,7 +9,7 @@ import pytest
 from generated_block import check_block
 
 from syncvar.cli.commands import main
-from syncvar.cli.migration_table import LIBRARIES
+from syncvar.cli.printed_tables import LIBRARIES
 from syncvar.core import errors
 from syncvar.core.environment import PREFIX
 from syncvar_launcher.options.option_table import ASIDE, LAUNCH_PREFIX, OPTIONS, WORKERS

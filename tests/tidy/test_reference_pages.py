@@ -9,6 +9,7 @@ from generated_block import check_block
 import syncvar as sv
 import syncvar.testing
 from syncvar.cli.commands import main
+from syncvar.cli.printed_tables import with_collectives
 from tests.support.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "docs" / "reference" / "api"
@@ -33,7 +34,7 @@ DIRECTIVE = re.compile(
 
 def names_on(page):
     """Return the names that a page documents, in its order."""
-    return DIRECTIVE.findall(page.read_text())
+    return DIRECTIVE.findall(with_collectives(page.read_text()))
 
 
 def pages():

@@ -130,10 +130,13 @@ def test_benchmarks_inside_a_job(launch):
 
 PLANTED = """
 import sys
+from functools import wraps
 from pathlib import Path
 import numpy as np, syncvar as sv
+from syncvar.collectives.collective_registry import COLLECTIVES
 real = sv.all_reduce
 
+@wraps(real)
 def all_reduce(x, op="sum", **options):
     made = real(x, op, **options)
     if sv.rank() == 1 and getattr(made, "dtype", None) == np.int16 and made.size > 4:
@@ -141,7 +144,7 @@ def all_reduce(x, op="sum", **options):
         made[4] += 1
     return made
 
-sv.all_reduce = all_reduce
+COLLECTIVES["all_reduce"] = COLLECTIVES["all_reduce"]._replace(functions=(all_reduce,))
 """
 
 
@@ -218,21 +221,20 @@ def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
 def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
     # The module is found first in the folder of the workers' start; it ends rank 1 in the middle.
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if os.environ.get('SYNCVAR_RANK') == '1':\n"
+        "import os\n"
+        "from functools import wraps\n"
+        "if os.environ.get('SYNCVAR_RANK') in ('0', '1'):\n"
         "    import syncvar as sv\n"
-        "    def end(*_, **__):\n"
-        "        sv.barrier()\n"  # rank 0 is past the broadcasts, and in its gather
-        "        os._exit(3)\n"
-        "    sv.gather = end\n"
-        "elif os.environ.get('SYNCVAR_RANK') == '0':\n"
-        "    import syncvar as sv\n"
+        "    from syncvar.collectives.collective_registry import COLLECTIVES\n"
         "    gather, waits = sv.gather, [sv.barrier]\n"
-        "    def later(*given, **named):\n"
+        "    @wraps(gather)\n"
+        "    def replaced(*given, **named):\n"
         "        while waits:\n"
-        "            waits.pop()()\n"
+        "            waits.pop()()\n"  # rank 0 is past the broadcasts, and in its gather
+        "        if sv.rank() == 1:\n"
+        "            os._exit(3)\n"
         "        return gather(*given, **named)\n"
-        "    sv.gather = later\n"
+        "    COLLECTIVES['gather'] = COLLECTIVES['gather']._replace(functions=(replaced,))\n"
     )
     ended = syncvar(
         "test",

@@ -10,7 +10,8 @@ import pytest
 
 import syncvar as sv
 from syncvar._native import missing_reason
-from syncvar.collectives.persistent import ACCEPTED
+from syncvar.collectives.collective_registry import COLLECTIVES, Case
+from syncvar.collectives.persistent import persistent_functions
 from syncvar.core.settings import RuntimeConfig
 from tests.support.harness import caught, everywhere
 
@@ -18,19 +19,9 @@ CONFIG = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0)
 WORLDS = {"links": {}, "shm": {"shared": True}}
 RUNNERS = ["python"] if missing_reason() else ["c", "python"]
 
-# Arguments after the input, options, and the result on a rank of two that pass full(2, step + rank)
-CASES = {
-    "all_reduce": ((), {"op": "sum"}, lambda step, rank: [2 * step + 1] * 2),
-    "reduce": ((), {"root": 1}, lambda step, rank: [2 * step + 1] * 2 if rank else None),
-    "reduce_scatter": ((), {}, lambda step, rank: [2 * step + 1]),
-    "scan": ((), {}, lambda step, rank: [step if rank == 0 else 2 * step + 1] * 2),
-    "exscan": ((), {"op": "max"}, lambda step, rank: [step] * 2 if rank else [-np.inf] * 2),
-    "broadcast": ((), {"root": 1}, lambda step, rank: [step + 1] * 2),
-    "all_gather": ((), {}, lambda step, rank: [step] * 2 + [step + 1] * 2),
-    "gather": ((), {"root": 0}, lambda step, rank: None if rank else [step] * 2 + [step + 1] * 2),
-    "scatter": ((), {"root": 0}, lambda step, rank: [step]),
-    "all_to_all": ((), {}, lambda step, rank: [step, step + 1]),
-}
+ACCEPTED = persistent_functions()
+# The others have a test of their own.
+CASES = [name for name in ACCEPTED if name not in {"barrier", "send", "recv"}]
 
 
 def plain(value):
@@ -43,21 +34,26 @@ def plain(value):
 @pytest.mark.parametrize("place", WORLDS)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_function_is_called_and_started(name, place, runner):
-    arguments, options, wanted = CASES[name]
+    one = COLLECTIVES[name]
 
     def fn():
-        rank, x = sv.rank(), np.zeros(2)
-        call = sv.persistent(getattr(sv, name), x, *arguments, **options)
+        case = Case(sv.rank(), 2, (4,), "float64", root=1)
+        first = one.inputs(case, sv.rank())
+        x = np.zeros_like(first)
+        bound = one.bound(case, x)
+        call = sv.persistent(bound.func, *bound.args, **bound.keywords)
         for step in range(6):
-            x[:] = step + rank
+            x[...] = first * step
             if step % 3 == 0:
                 result = call()
             else:
                 work = call.start()
                 assert isinstance(work, sv.Work)
-                x[:] = -1.0  # the start has read it
+                x[...] = -1.0  # the start has read it
                 result = call.wait() if step % 3 == 1 else work.wait()
-            assert plain(result) == wanted(step, rank), (name, step)
+            wanted = plain(one.wanted(case))
+            scaled = wanted and [value * step for value in wanted]
+            assert plain(result) == scaled, (name, step)
             assert call.done()
 
     everywhere(2, fn, config=CONFIG.replaced(call_runner=runner), **WORLDS[place])
@@ -95,7 +91,6 @@ def test_the_functions_are_those_with_arrays_and_async_op():
     }
     assert {name for name in public if not name.endswith("_object")} == set(ACCEPTED)
     assert all(getattr(sv, name) is one for name, one in ACCEPTED.items())
-    assert {*CASES, "barrier", "send", "recv"} == set(ACCEPTED)
 
 
 @pytest.mark.parametrize("function", [sv.all_gather_object, sv.sendrecv, sv.new_group, len, 5])

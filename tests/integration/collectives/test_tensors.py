@@ -13,6 +13,12 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.collectives.collective_registry import (
+    COLLECTIVES,
+    Case,
+    CollectiveKind,
+    available,
+)
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -40,20 +46,38 @@ def message(x, async_op=False, out=None):
     return got
 
 
+def case():
+    """The case of a call with the registry's inputs, on this rank of two."""
+    return Case(sv.rank(), 2, (8,), "float64")
+
+
+def registered(one, x, **options):
+    """Make the call of a collective of the registry, with this input."""
+    return one.bound(case(), x, **options)()
+
+
+def operand(name):
+    """The input of a call: that of the registry, where the call is one of it."""
+    one = COLLECTIVES.get(name)
+    return case().part(sv.rank()) if one is None else one.inputs(case(), sv.rank())
+
+
+def takes(name, parameter):
+    one = COLLECTIVES.get(name)
+    if one is not None:
+        return one.takes(parameter)
+    return parameter in signature(CALLS[name]).parameters
+
+
 CALLS = {
-    "all_reduce": sv.all_reduce,
+    **{
+        one.name: partial(registered, one)
+        for one in available()
+        if one.kind in (CollectiveKind.REDUCE, CollectiveKind.MOVE)
+    },
     "all_reduce, mean": partial(sv.all_reduce, op="MEAN"),
     "all_reduce, weighted": partial(sv.all_reduce, op=sv.ReduceOp.MEAN, weight=0.5),
     "all_reduce, minloc": partial(sv.all_reduce, op="minloc"),
-    "reduce": sv.reduce,
-    "broadcast": sv.broadcast,
-    "all_gather": sv.all_gather,
-    "gather": sv.gather,
-    "reduce_scatter": sv.reduce_scatter,
-    "scatter": sv.scatter,
-    "all_to_all": sv.all_to_all,
-    "scan": sv.scan,
-    "exscan": sv.exscan,
     "send": message,
     "strategy.reduce": lambda x, **_: sv.MirroredStrategy().reduce(
         "SUM", sv.PerReplica(x), axis=None
@@ -65,7 +89,6 @@ CALLS = {
     "in run": lambda x, **_: sv.MirroredStrategy().run(
         lambda y: sv.get_replica_context().all_reduce("SUM", y), args=(sv.PerReplica(x),)
     ),
-    "shards": lambda x, **_: sv.all_reduce_shards({sv.rank(): x}),
 }
 LISTS = {
     "all_reduce",
@@ -75,7 +98,7 @@ LISTS = {
     "gather",
     "scatter",
     "all_to_all",
-    "shards",
+    "all_reduce_shards",
     "strategy.reduce",
 }
 
@@ -104,10 +127,9 @@ def same(got, wanted):
 def test_every_collective_gives_tensors_for_tensors(layout):
     def fn():
         for name, call in CALLS.items():
-            x = np.arange(8.0) + 10 * sv.rank()
-            options = (
-                [{}, {}, {"async_op": True}] if "async_op" in signature(call).parameters else [{}]
-            )  # twice: then it is prepared
+            x = operand(name)
+            # twice: then it is prepared
+            options = [{}, {}, {"async_op": True}] if takes(name, "async_op") else [{}]
             for option in options:
                 made, wanted = call(Tensor(x), **option), call(x, **option)
                 if option:
@@ -146,33 +168,15 @@ def test_out_is_written_where_it_lies(layout, kind):
     """Contiguous or not; the tensor itself is the result, also for NumPy arrays, and where the value lies in it."""
 
     def fn():
-        for make in (lambda: np.zeros(8), lambda: np.zeros((8, 3))[:, 1]):
+        for make in (np.zeros, lambda shape: np.zeros((*shape, 3))[..., 1]):
             for name, call in CALLS.items():
-                function = call.func if isinstance(call, partial) else call
-                if (
-                    name in {"all_to_all", "all_reduce, minloc"}
-                    or "out" not in signature(function).parameters
-                ):
+                if name in {"all_to_all", "all_reduce, minloc"} or not takes(name, "out"):
                     continue
-                x = np.arange(8.0) + 10 * sv.rank()
+                x = operand(name)
                 wanted = call(x)
                 for given in (Tensor(x), x):
                     for option in ({}, {"async_op": True}):
-                        length = (
-                            8
-                            if wanted is None
-                            else wanted.array.size
-                            if isinstance(wanted, Tensor)
-                            else wanted.size
-                        )
-                        memory = make()
-                        memory = (
-                            memory
-                            if length == 8
-                            else np.zeros((length, 2))[:, 0]
-                            if memory.base is not None
-                            else np.zeros(length)
-                        )
+                        memory = make((8,) if wanted is None else plain(wanted)[0].shape)
                         out = kind(memory)
                         got = call(given, out=out, **option)
                         got = got.wait() if option else got

@@ -9,21 +9,19 @@ import sys
 import numpy as np
 
 import syncvar as sv
-from syncvar.cli.collective_registry import Case, combined, cut, part
+from syncvar.collectives.collective_registry import (
+    COLLECTIVES,
+    Case,
+    CollectiveKind,
+    available,
+    ops_of,
+)
 
 RANK, SIZE = sv.rank(), sv.world_size()
 COUNTS = sorted({0, 1, max(0, SIZE - 1), SIZE, SIZE + 1, 10_007})
+OPS = ("sum", "prod", "min", "max", "and", "or", "xor")
 DTYPES = ["float32", "float64", "int32", "uint8", "complex64", "float16", "bfloat16", "bool"]
 checks = 0
-
-
-def ops_of(dtype):
-    kind = np.dtype(dtype).kind if dtype != "bfloat16" else "V"
-    if kind == "c":
-        return ["sum", "prod"]
-    if kind == "b":
-        return ["min", "max", "and", "or", "xor"]
-    return ["sum", "prod", "min", "max", *(["and", "or", "xor"] if kind in "iu" else [])]
 
 
 def same(got, wanted, *about):
@@ -36,42 +34,37 @@ def same(got, wanted, *about):
         )
 
 
-def combining(count, dtype, op, root):
-    case = Case(RANK, SIZE, (count,), dtype, op)
-    mine, total = part(case, RANK), combined(case, range(SIZE))
-    about = (op, dtype, count)
-    same(sv.all_reduce(mine, op), total, "all_reduce", *about)
-    into = np.empty_like(mine)
-    assert sv.all_reduce(mine, op, out=into) is into
-    same(into, total, "all_reduce out", *about)
-    if op == "sum":
-        same(sv.all_reduce_shards({SIZE - 1 - RANK: mine}), total, "all_reduce_shards", *about)
-    got = sv.reduce(mine, op, root=root)
-    if root == RANK:
-        same(got, total, "reduce", *about)
-    else:
-        assert got is None
-    same(sv.reduce_scatter(mine, op), cut(total, SIZE)[RANK], "reduce_scatter", *about)
-    same(sv.scan(mine, op), combined(case, range(RANK + 1)), "scan", *about)
-    if RANK:
-        same(sv.exscan(mine, op), combined(case, range(RANK)), "exscan", *about)
-    else:
-        assert sv.exscan(mine, op).shape == mine.shape
+def whole(got):
+    """Return a result whose lists are joined, for one comparison."""
+    return np.concatenate(got) if isinstance(got, list) else got
+
+
+def registered(case, ops):
+    """Check every collective of the registry that has arrays; those with an op with these ops."""
+    for one in available():
+        if not one.has_arrays or (one.kind is CollectiveKind.MESSAGE and case.size == 1):
+            continue
+        for op in (
+            [op for op in ops if op in ops_of(one, case.dtype)] if one.takes("op") else ["sum"]
+        ):
+            turn = case._replace(op=op)
+            got, wanted = one.bound(turn, one.contribution(turn))(), one.wanted(turn)
+            if wanted is None:
+                assert got is None
+            else:
+                same(whole(got), whole(wanted), one.name, op, case.dtype, case.shape)
 
 
 def moving(count, dtype, root):
     def of(rank, length):
-        return part(Case(RANK, SIZE, (length,), dtype), rank)
+        return Case(RANK, SIZE, (length,), dtype).part(rank)
 
     parts = [of(rank, count) for rank in range(SIZE)]
     about = (dtype, count)
-    same(
-        sv.broadcast(parts[root] if root == RANK else None, root=root),
-        parts[root],
-        "broadcast",
-        *about,
-    )
-    same(sv.all_gather(parts[RANK]), np.concatenate(parts), "all_gather", *about)
+    if dtype != "bool":
+        into = np.empty_like(parts[RANK])
+        assert sv.all_reduce(parts[RANK], out=into) is into
+        same(into, Case(RANK, SIZE, (count,), dtype).combined(), "all_reduce out", *about)
     uneven = [of(rank, (count + rank) % (count + 2)) for rank in range(SIZE)]
     same(sv.all_gather(uneven[RANK]), np.concatenate(uneven), "all_gather uneven", *about)
     got = sv.gather(uneven[RANK], root=root)
@@ -80,12 +73,6 @@ def moving(count, dtype, root):
     else:
         assert got is None
     same(sv.scatter(uneven if root == RANK else None, root=root), uneven[RANK], "scatter", *about)
-    same(
-        sv.scatter(parts[root] if root == RANK else None, root=root),
-        cut(parts[root], SIZE)[RANK],
-        "scatter cut",
-        *about,
-    )
     outgoing = [
         [of(s * SIZE + d, (count + s + 2 * d) % (count + 3)) for d in range(SIZE)]
         for s in range(SIZE)
@@ -95,9 +82,8 @@ def moving(count, dtype, root):
     right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
     same(sv.sendrecv(parts[RANK], right, left), parts[left], "sendrecv", *about)
     if SIZE > 1:
-        work = sv.send(parts[RANK], (RANK + 1) % SIZE, tag=count, async_op=True)
-        before = (RANK - 1) % SIZE
-        same(sv.recv(before, tag=count), parts[before], "send and recv", *about)
+        work = sv.send(parts[RANK], right, tag=count, async_op=True)
+        same(sv.recv(left, tag=count), parts[left], "send and recv", *about)
         work.wait()
 
 
@@ -173,12 +159,12 @@ def main():
             ):  # every count and every dtype, half of the pairs
                 continue
             root = (index + number) % SIZE
-            ops = ops_of(dtype)
+            ops = [op for op in OPS if op in ops_of(COLLECTIVES["all_reduce"], dtype)]
             all_ops = not few or (
                 count == SIZE + 1 and (number + SIZE) % 2 == 0
             )  # `--few`: of every other dtype, by size
-            for op in ops if all_ops else [ops[(index + number) % len(ops)]]:
-                combining(count, dtype, op, root)
+            case = Case(RANK, SIZE, (count,), dtype, root=root)
+            registered(case, ops if all_ops else [ops[(index + number) % len(ops)]])
             moving(count, dtype, root)
     odd()
     sv.barrier()

@@ -11,6 +11,7 @@ import numpy as np
 from every_collective import RANK, SIZE, same
 
 import syncvar as sv
+from syncvar.collectives.collective_registry import Case
 
 NBYTES = (8, 64 << 10, 1 << 20)
 TOTAL = SIZE * (SIZE + 1) // 2  # what one addition of (rank + 1) by every rank adds
@@ -23,8 +24,8 @@ def check_collectives(nbytes, number):
     """Run every collective with contributions of this length."""
     for index, dtype in enumerate(ALWAYS if "--few" in sys.argv else ALWAYS + MORE):
         count, root = nbytes // np.dtype(dtype).itemsize, (number + index) % SIZE
-        for op in ("sum", "max"):
-            every_collective.combining(count, dtype, op, root)
+        case = Case(RANK, SIZE, (count,), dtype, root=root)
+        every_collective.registered(case, ("sum", "max"))
         every_collective.moving(count, dtype, root)
     count = nbytes // 8
     objects = sv.all_gather_object({"rank": RANK, "array": np.full(count, float(RANK))})

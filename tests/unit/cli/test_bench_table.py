@@ -19,8 +19,8 @@ from syncvar.cli.bench_table import (
     sizes,
     summary,
 )
-from syncvar.cli.collective_registry import COLLECTIVES
 from syncvar.cli.plan import LINKS, SHM, predicted_seconds
+from syncvar.collectives.collective_registry import COLLECTIVES
 from syncvar.core.errors import ConfigError
 from syncvar.runtime.call_record import BUS_FACTORS
 

@@ -9,7 +9,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.cli.commands import main
-from syncvar.cli.migration_table import LIBRARIES, coming_from_text, tasks
+from syncvar.cli.printed_tables import LIBRARIES, coming_from_text, tasks
 from syncvar_launcher.options.parse_options import parse
 
 TASKS = tasks()

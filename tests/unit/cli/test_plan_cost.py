@@ -4,7 +4,7 @@ from math import ceil, floor, log2
 
 import pytest
 
-from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
+from syncvar.algorithms.builders import ALGORITHMS, SCHEDULES, WorkLayout, build_all, unsuited
 from syncvar.algorithms.schedule import (
     Buffer,
     Chunk,
@@ -108,9 +108,7 @@ FOLDING = {("all_reduce", "doubling"), ("all_reduce", "halving")}
 
 
 def seconds(collective, algorithm, n):
-    count = {"all_reduce": n, "broadcast": n, "reduce": n, "scan": n, "exscan": n}.get(
-        collective, 1
-    ) * BLOCK
+    count = BLOCK * (n if SCHEDULES[collective].work is WorkLayout.VECTOR else 1)
     return predicted_seconds(build_all(collective, algorithm, n, count=count), 1, MODEL)
 
 

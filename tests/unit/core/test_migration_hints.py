@@ -9,7 +9,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.cli.commands import main
-from syncvar.cli.migration_table import LIBRARIES, SHORT, coming_from_text
+from syncvar.cli.printed_tables import LIBRARIES, SHORT, coming_from_text
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import foreign_names, hint_for, table_text
 from syncvar.core.settings import nearest

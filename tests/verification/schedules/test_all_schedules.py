@@ -5,7 +5,14 @@ A new row of the table is covered by being there.
 
 import pytest
 
-from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.builders import (
+    ALGORITHMS,
+    SCHEDULES,
+    WorkLayout,
+    build_all,
+    sums_by_the_tree,
+    unsuited,
+)
 from syncvar.algorithms.compile_schedule import publications
 from syncvar.algorithms.schedule import Chunk, Copy
 from syncvar.core.errors import InternalError, PlanError
@@ -15,8 +22,6 @@ from tests.verification.schedules.schedule_checker import verify
 RANKS_MAX = 64
 BATCHES = {"1-9": range(1, 10), "10-17": (10, 13, 15, 16, 17)}  # the others are with the slow tests
 PAIRS = [(collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names]
-ROOTED = {"broadcast", "reduce", "gather", "scatter"}
-OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}
 
 
 def test_a_plan_error_is_a_bug_of_ours():
@@ -30,17 +35,17 @@ def able(collective, algorithm, world_sizes):
 
 def sizes(collective, algorithm, world_size, *, thorough):
     """The arguments count, counts or matrix to try."""
-    n = world_size
-    if collective == "barrier":
+    n, work = world_size, SCHEDULES[collective].work
+    if work is WorkLayout.NOTHING:
         return [{}]
-    if collective in OF_BLOCKS:
+    if work is WorkLayout.BLOCKS:
         even = [{"count": count} for count in ((0, 1, 2, 3, n + 1) if thorough else (0, 2))]
         if unsuited(collective, algorithm, n, even=False):
             return even
         lone = [0] * n
         lone[n // 2] = 5
         return [*even, {"counts": [(7 * rank + 3) % 4 for rank in range(n)]}, {"counts": lone}]
-    if collective == "all_to_all":
+    if work is WorkLayout.PAIRS:
         even = [{"count": count} for count in ((0, 1, 3) if thorough else (0, 1))]
         if unsuited(collective, algorithm, n, even=False):
             return even
@@ -64,7 +69,7 @@ def cases(collective, algorithm, world_size, *, thorough):
     every = sizes(collective, algorithm, n, thorough=thorough)
     if n > 32:
         every = every[-1:]
-    if collective not in ROOTED:
+    if not SCHEDULES[collective].has_root:
         return every
     roots = range(n) if thorough else {0, n - 1} if n > 32 else {0, 1 % n, n // 2, n - 1}
     return [{**size, "root": n // 3} for size in every] + [
@@ -105,7 +110,7 @@ def test_a_group_of_one_has_nothing_to_do(collective, algorithm):
     copies = (
         (Copy(Chunk(0, 3), Chunk(3, 6)),),
     )  # from the half for destinations to the half from sources
-    assert plan.rounds == (copies if collective == "all_to_all" else ())
+    assert plan.rounds == (copies if SCHEDULES[collective].work is WorkLayout.PAIRS else ())
     assert plan.scratch_count == 0
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from syncvar.algorithms.builders import ALGORITHMS, OF_BLOCKS, build_all, unsuited
+from syncvar.algorithms.builders import ALGORITHMS, SCHEDULES, WorkLayout, build_all, unsuited
 from tests.verification.schedules.collective_contracts import contract_of
 from tests.verification.schedules.schedule_checker import verify
 
@@ -19,13 +19,8 @@ ONE_HEARS = {"reduce": 0, "scan": -1, "exscan": -1}
 
 def proven(collective, algorithm, size, count, heard_of):
     """Prove that at their end these ranks have heard of these others."""
-    sizes = (
-        {}
-        if collective == "barrier"
-        else {"counts": (count,) * size}
-        if collective in OF_BLOCKS
-        else {"count": count}
-    )
+    by_layout = {WorkLayout.NOTHING: {}, WorkLayout.BLOCKS: {"counts": (count,) * size}}
+    sizes = by_layout.get(SCHEDULES[collective].work, {"count": count})
     contract = replace(contract_of(collective, size, **sizes), heard_of=heard_of)
     verify(build_all(collective, algorithm, size, **sizes), contract)
 
