@@ -26,8 +26,10 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.call_record import CallInfo
-from syncvar.runtime.persistent_reduce import prepare_reduction
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
 from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.shm_reduce import is_direct
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
 from syncvar.variables.variable_owner import scope_stack
 
@@ -96,9 +98,9 @@ def alone(x: Any, out: Any, calls: int, apply: np.ufunc | None = None) -> float:
     channel.others = (channel.entry,) * len(
         channel.others
     )  # the group makes no call with the other worker any more
-    ready: Any = prepare_reduction(
-        communicator, reduction("sum", x.dtype), x.shape, 1, "all_reduce", apply
-    )
+    kinds = [(reduction("sum", x.dtype), [0])]
+    form = ReduceForm(kinds, x.shape, is_direct(x.nbytes, communicator.size), apply=apply)
+    ready: Any = prepare_reduction(communicator, form, CollectiveSpec("all_reduce"))
     return microseconds(lambda: ready(x, out), calls)
 
 
@@ -121,7 +123,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     words, scratch = channel.words, memoryview(bytearray(64 * 8)).cast("Q")
     slots = [channel.small(rank, 0, x.size, x.dtype) for rank in range(channel.size)]
     mine, empty = np.empty_like(slots[0]), communicator.busy
-    told = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "shm small")
+    told = CallInfo(CollectiveSpec("all_reduce(sum, float64[1])"), 0, (0, 1), 1, 8, "shm small")
 
     def find() -> None:
         same = communicator_of(None)

@@ -23,9 +23,10 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.runtime import persistent_call
 from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.recorder import Recorder
 
-_TOLD = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "shm small")
+_TOLD = CallInfo(CollectiveSpec("all_reduce(sum, float64[1])"), 0, (0, 1), 1, 8, "shm small")
 
 
 def _short(recorder: Recorder, count: int) -> None:
@@ -37,7 +38,7 @@ def _short(recorder: Recorder, count: int) -> None:
 
 def _long(recorder: Recorder, count: int) -> None:
     for number in range(count):
-        entry = recorder.begin(CallInfo(_TOLD.label, 0, (0, 1), 1, 0, "shm"), number)
+        entry = recorder.begin(_TOLD._replace(nbytes=0, path="shm"), number)
         entry.stage("direct", 8)
         entry.end()
 

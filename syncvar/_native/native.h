@@ -43,6 +43,7 @@
     X(begin)                                                                                       \
     X(continue_in_engine)                                                                          \
     X(copy)                                                                                        \
+    X(fingerprint)                                                                                 \
     X(info_of)                                                                                     \
     X(interrupt)                                                                                   \
     X(request_of_published)                                                                        \

@@ -97,12 +97,12 @@ static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
 static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     const Py_ssize_t given = PyTuple_Size(arguments);
     if (given < 2 || given > 4 || keywords != NULL) {
-        PyErr_SetString(PyExc_TypeError, "a persistent call takes (x, out, label, timeout)");
+        PyErr_SetString(PyExc_TypeError, "a persistent call takes (x, out, spec, timeout)");
         return NULL;
     }
-    PyObject *label = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
+    PyObject *spec = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
              *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
-    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), label,
+    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), spec,
                      timeout);
 }
 
@@ -267,6 +267,6 @@ static PyMethodDef slot_call_methods[] = {
 };
 
 TYPE(SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
-     "A persistent call: call(x, out, label, timeout).", {Py_tp_new, slot_call_new},
+     "A persistent call: call(x, out, spec, timeout).", {Py_tp_new, slot_call_new},
      {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
      {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held})

@@ -109,7 +109,7 @@ void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t
                   uint64_t target);
 int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns);
 void finish(const SlotCall *self, int side, const char *input, PyObject *output);
-void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *label);
+void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *spec);
 
 /* of async_call.c */
 int end_async_call(PyObject *begun, int64_t patience_ns);

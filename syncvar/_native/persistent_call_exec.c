@@ -12,7 +12,7 @@
 
 /* One attempt to make a call. */
 typedef struct {
-    PyObject *x, *out, *label, *timeout;
+    PyObject *x, *out, *spec, *timeout;
     PyObject *input, *target;                 /* the arrays of x and of out, or tuples of several */
     PyObject *info, *output, *number, *begin; /* CallInfo, output, call number, start time */
     Span one[2], *spans;                      /* memory of the inputs, then of the outputs */
@@ -171,7 +171,7 @@ uint64_t put_own(const SlotCall *self, int side, PyObject *input) {
 static Result wait_small(SlotCall *self, Attempt *attempt, uint64_t check) {
     const int taken = try_acquire(self->busy);
     if (taken < 0) {
-        interrupt_call(self, attempt->number, attempt->begin, attempt->label);
+        interrupt_call(self, attempt->number, attempt->begin, attempt->spec);
         return FAILED;
     }
     attempt->has_lock = taken;
@@ -334,12 +334,12 @@ static Result run_long(const SlotCall *self, const Attempt *attempt, long long c
 /* -- continuing in Python ---------------------------------------------------------------------- */
 
 /* Abort the job: the exception that is set leaves a call in which other ranks take part. */
-void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *label) {
+void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *spec) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     PyObject *done =
-        PyObject_CallMethodObjArgs(self->call, name_interrupt, number, begin, error, label, NULL);
+        PyObject_CallMethodObjArgs(self->call, name_interrupt, number, begin, error, spec, NULL);
     if (done == NULL) PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, error, trace);
@@ -349,13 +349,13 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
  * calls meanwhile. */
 static PyObject *continue_in_engine(SlotCall *self, const Attempt *attempt, int is_suspended) {
     PyObject *const number = attempt->number, *const begin = attempt->begin,
-                    *const label = attempt->label;
+                    *const spec = attempt->spec;
     PyObject *request = PyObject_CallMethodObjArgs(
         self->call, name_request_of_published, number, begin, attempt->input, attempt->target,
-        attempt->output, label, is_suspended ? (PyObject *)attempt->run : Py_None, (PyObject *)self,
+        attempt->output, spec, is_suspended ? (PyObject *)attempt->run : Py_None, (PyObject *)self,
         NULL);
     if (request == NULL) {
-        interrupt_call(self, number, begin, label);
+        interrupt_call(self, number, begin, spec);
         return NULL;
     }
     PyObject *result = PyObject_CallMethodObjArgs(self->call, name_continue_in_engine, request,
@@ -401,18 +401,18 @@ static int bind_own(const SlotCall *self, Attempt *attempt) {
 static Result set_up(SlotCall *self, Attempt *attempt) {
     const int memories = self->memories; /* may grow until the call begins: other threads run */
     const int64_t scratch_bytes = self->scratch_bytes;
-    PyObject *const label = attempt->label;
+    PyObject *const spec = attempt->spec;
     if (!accept(self, attempt->x, attempt->out, &attempt->input, &attempt->target))
         return FALL_BACK;
     if (attempt->target != Py_None && !do_not_overlap(self, attempt->input, attempt->target))
         return FALL_BACK;
-    if (label == Py_None) {
+    if (spec == Py_None) {
         attempt->info = Py_NewRef(self->info);
     } else {
-        attempt->digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(label, 1));
-        attempt->info = PyErr_Occurred()
-                            ? NULL
-                            : PyObject_CallMethodObjArgs(self->call, name_info_of, label, NULL);
+        attempt->info = PyObject_CallMethodObjArgs(self->call, name_info_of, spec, NULL);
+        PyObject *digest = peek(attempt->info, name_fingerprint);
+        if (digest == NULL) return FAILED;
+        attempt->digest = PyLong_AsUnsignedLongLongMask(digest);
     }
     attempt->output = attempt->info == NULL ? NULL : make_result(self, attempt->target);
     if (attempt->output == NULL) return FAILED;
@@ -460,11 +460,11 @@ static Result make_call(SlotCall *self, Attempt *attempt) {
     return state;
 }
 
-PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *label,
+PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
                     PyObject *timeout) {
     SlotCall *self = (SlotCall *)object;
     Attempt attempt = {
-        .x = x, .out = out, .label = label, .timeout = timeout, .digest = self->digest};
+        .x = x, .out = out, .spec = spec, .timeout = timeout, .digest = self->digest};
     if (self->nothing != Py_None) attempt.out = Py_None; /* this rank gets no result */
     PyObject *result = NULL;
     Result state = set_up(self, &attempt);
@@ -480,7 +480,7 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *labe
         result = result_of(self, attempt.output);
     if (attempt.has_lock) release(self->busy);
     if (state == FALL_BACK)
-        result = PyObject_CallFunctionObjArgs(self->call, x, attempt.out, label, timeout, NULL);
+        result = PyObject_CallFunctionObjArgs(self->call, x, attempt.out, spec, timeout, NULL);
     Py_XDECREF(attempt.input);
     Py_XDECREF(attempt.target);
     Py_XDECREF(attempt.kept_spans);

@@ -16,8 +16,8 @@ from syncvar.collectives.reduce_args import (
     check_finite,
     checked_scale,
     contribution,
-    described_reduction,
-    described_together,
+    describe_reduction,
+    describe_tree_reduction,
     form_of,
     is_finite_checked,
     outcome,
@@ -27,7 +27,7 @@ from syncvar.core.array_arguments import as_array, checked_output
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import arrays_of, flatten, is_structure, private_copy, unflatten
 from syncvar.core.reduce_ops import op_name
-from syncvar.runtime.communicator import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.core.pytree import PyTree
     from syncvar.core.reduce_ops import Reduction
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
@@ -117,9 +118,7 @@ def _form(
     return None
 
 
-def _request(
-    communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
-) -> CollectiveSpec:
+def _request(communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool) -> CheckedCall:
     """Return the request of a public call; factors wrap the plain all-reduce."""
     op, reproducible, scales, algorithm = rest
     options = ReduceOptions(reproducible, algorithm)
@@ -137,7 +136,7 @@ def _scaled_request(
     op: str,
     scales: tuple[Any, Any, Any],
     options: ReduceOptions,
-) -> CollectiveSpec:
+) -> CheckedCall:
     prescale, postscale, weight = scales
     if is_structure(x):
         raise ConfigError(
@@ -167,16 +166,14 @@ def _scaled_request(
     by = "" if postscale is None else f" by {postscale!r}"
     name = f"all_reduce{scaled} of {reducer.source}{by}"
     request = reduce_request(communicator, operand, inner, name=name, options=options)
-    first = request.body
 
-    def body() -> Generator[Stage, None, Any]:
-        total = yield from first
+    def finish(total: Any) -> Any:
         if weight is not None:
             total = total[0] / total[1]  # nan where all weights are 0
         flat = np.asarray(total).reshape(-1)
         return outcome(reducer._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
-    return CollectiveSpec(request.label, request.digest, body())
+    return request.then(finish)
 
 
 def reduce_request(
@@ -192,7 +189,7 @@ def reduce_request(
     """Check the arguments of an all-reduce and return the request; `keep` copies the input."""
     if not is_structure(x):
         array = as_array(x)
-        reducer, digest, text = described_reduction(array, op, name, options)
+        reducer, spec = describe_reduction(array, op, name, options)
         if reducer.is_locating and out is not None:
             raise ConfigError(f"{reducer.name} gives two arrays; out cannot be given")
         target = None if out is None else checked_output(out, array.shape, reducer.result)
@@ -200,7 +197,7 @@ def reduce_request(
             array = array.copy()
             target = _output_for(communicator, array, reducer, target)
         body = reduce_one(communicator, array, reducer, target, options)
-        return ReduceArgs(text, digest, body, op, is_entered=array.dtype == reducer.result)
+        return ReduceArgs(spec, body, is_entered=array.dtype == reducer.result)
     structure, leaves = flatten(x)
     arrays = arrays_of(x, leaves)
     reducers = [reduction_of(array, op) for array in arrays]
@@ -213,7 +210,7 @@ def reduce_request(
             checked_output(one, array.shape, reducer.result)
             for one, array, reducer in zip(outs, arrays, reducers, strict=True)
         ]
-    digest, text = described_together(structure, arrays, reducers, op, name, options)
+    spec = describe_tree_reduction(structure, arrays, reducers, op, name, options)
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
@@ -226,7 +223,7 @@ def reduce_request(
         return unflatten(structure, results, like)
 
     is_entered = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
-    return ReduceArgs(text, digest, together(), op, is_entered=is_entered)
+    return ReduceArgs(spec, together(), is_entered=is_entered)
 
 
 def _output_for(
@@ -248,19 +245,17 @@ def agree(
     op: str,
     numbers: NDArray[Any],
     timeout: float | None,
-    label: tuple[str, int] | None = None,
+    spec: CollectiveSpec | None = None,
 ) -> NDArray[Any]:
     """Combine a few numbers of all ranks elementwise by a persistent call. Collective.
 
-    `numbers` is flat and alike on all ranks. `label`: text and fingerprint; None for `name`.
+    `numbers` is flat and alike on all ranks. `spec` describes the call; None for `name`.
     """
-    key = (name, op, numbers.dtype, numbers.shape)
     make = partial(_agreement, communicator, op, name)
-    output = call_persistent(communicator, key, numbers, None, timeout, make, label)
+    output = call_persistent(communicator, (name, op), numbers, None, timeout, make, spec)
     if output is None:
-        text = name if label is None else label[0]
-        check = partial(agreement_request, communicator, name, op, numbers, label)
-        output = communicator.perform(text, check, timeout)
+        check = partial(agreement_request, communicator, name, op, numbers, spec)
+        output = communicator.perform(spec or name, check, timeout)
     return output  # type: ignore[no-any-return]
 
 
@@ -275,11 +270,11 @@ def agreement_request(
     name: str,
     op: str,
     numbers: NDArray[Any],
-    label: tuple[str, int] | None,
-) -> CollectiveSpec:
+    spec: CollectiveSpec | None,
+) -> CheckedCall:
     """Return the request of the slow path of `agree`."""
     request = reduce_request(communicator, numbers, op, name=name)
-    return request if label is None else CollectiveSpec(*label, request.body)
+    return request if spec is None else CheckedCall(spec, request.body)
 
 
 register(

@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
 from syncvar.collectives.stage_builders import barrier_stages
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.persistent_reduce import prepare_barrier
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def barrier(
 
 
 def _request(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
-    return _BarrierCall("barrier", fingerprint("barrier"), barrier_stages(communicator))
+    return _BarrierCall(CollectiveSpec("barrier"), barrier_stages(communicator))
 
 
 class _BarrierCall(Cacheable):
@@ -61,5 +61,5 @@ class _BarrierCall(Cacheable):
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
         if communicator.forced("barrier") is None:
-            return prepare_barrier(communicator, self.label, self.digest)
+            return prepare_barrier(communicator, self.spec)
         return uncacheable

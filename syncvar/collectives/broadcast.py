@@ -38,8 +38,7 @@ from syncvar.core.pytree import (
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -142,8 +141,7 @@ def broadcast_request(
         layout = _layout(arrays[0], root, is_root=is_root) if record.kind == ARRAY else UNMOVED
     shown = "None" if x is None else "structure"
     return TransferArgs(
-        _label(name, root, shown if x is None or structure is not None else arrays[0]),
-        fingerprint(name, root, algorithm),
+        _spec(name, root, algorithm, shown if x is None or structure is not None else arrays[0]),
         layout,
         arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),
         finish=lambda output: deliver(output, out),
@@ -162,13 +160,16 @@ def _described(structure: TreeDef | None, arrays: list[NDArray[Any]]) -> tuple[I
     return record, pack_object([structure_to_plain(structure), shapes])
 
 
-def _label(name: str, root: int, value: NDArray[Any] | str) -> CallLabel:
-    """Return the text of a call with an array, or with another value named by a word."""
+def _spec(name: str, root: int, algorithm: str | None, value: NDArray[Any] | str) -> CollectiveSpec:
+    """Return the description of a call with an array, or with another value named by a word."""
+    spec = CollectiveSpec(name, root=root, algorithm=algorithm, is_uniform=False)
     if isinstance(value, str):
-        return CallLabel(f"{name}(root {root}, {value})", CallFields(name, root=root))
-    dtype, shape = value.dtype.name, value.shape
-    fields = CallFields(name, "", dtype, shape, value.size, value.nbytes, root=root)
-    return CallLabel(f"{name}(root {root}, {dtype}{list(shape)})", fields)
+        return spec._replace(shown=(f"root {root}", value))
+    return spec._replace(text=_label).with_array(value)
+
+
+def _label(spec: CollectiveSpec) -> str:
+    return f"{spec.collective}(root {spec.root}, {spec.array})"
 
 
 def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:

@@ -20,7 +20,7 @@ from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.runtime.block_transfer import NOTHING
 from syncvar.runtime.call_record import own_site
-from syncvar.runtime.communicator import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.work import is_seconds
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent_call import CallLabel
     from syncvar.runtime.work import Work
 
     Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
@@ -39,7 +39,7 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 _NUMBERS = frozenset((float, int, bool, complex))
 
 
-class Cacheable(CollectiveSpec):
+class Cacheable(CheckedCall):
     """A checked call for whose repetitions a persistent call can be built."""
 
     __slots__ = ()
@@ -92,7 +92,7 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
             which has a dtype and a shape, or None for the slow path. None: all calls have one
             input.
         make: Function of (communicator, x, out, *rest, keep=...) that checks the arguments. It
-            returns a `CollectiveSpec`, or a `Cacheable` where there is a form. `keep` copies the
+            returns a `CheckedCall`, or a `Cacheable` where there is a form. `keep` copies the
             input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
@@ -104,12 +104,11 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
         form = x if form_of is None else form_of(communicator, x, out, rest)
         if form is not None:
-            key = (make, rest) if form_of is None else (make, rest, form.dtype, form.shape)
 
             def build(x: Any, out: Any) -> Any:
                 return make(communicator, x, out, *rest, keep=False)
 
-            ready = _ready(communicator, key, form, x, out, build, public, rest)
+            ready = _ready(communicator, (make, rest), form, x, out, build, public, rest)
             if ready is not None:
                 result: Any
                 if async_op:
@@ -130,12 +129,12 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
 
 def call_persistent(  # noqa: PLR0913  (hot path)
     communicator: Communicator,
-    key: Hashable,
+    key: tuple[Hashable, ...],
     form: Any,
     out: Any,
     timeout: float | None,
     make: Make,
-    label: CallLabel | None = None,
+    spec: CollectiveSpec | None = None,
     *,
     public: Any = None,
     rest: tuple[Any, ...] = (),
@@ -143,18 +142,26 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     """Make a call by its persistent call; return None, having done nothing, if there is none.
 
     `make` is a function of (x, out) that returns the request, to build the call or to continue it.
-    `label` is text and fingerprint of this call; None: those of the request. From now on the C
-    dispatch of `public`, if given, may find the call. `rest` is as for `make_call`.
+    `spec` describes this call; None: the spec of the request does. From now on the C dispatch of
+    `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
     """
     ready = _ready(communicator, key, form, form, out, make, public, rest)
     if ready is None or not (timeout is None or is_seconds(timeout)):
         return None
-    return ready(form, out, label, timeout)
+    return ready(form, out, spec, timeout)
+
+
+def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
+    """Return the cache key of persistent calls: what their spec depends on.
+
+    The spec itself would take a microsecond in each repetition.
+    """
+    return (*key, form.dtype, form.shape)
 
 
 def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     communicator: Communicator,
-    key: Hashable,
+    key: tuple[Hashable, ...],
     form: Any,
     x: Any,
     out: Any,
@@ -163,7 +170,8 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     rest: tuple[Any, ...],
 ) -> PreparedCall | None:
     """Return the persistent call of a key, and show it to the C dispatch of the public function."""
-    ready = communicator.prepared_calls.get(key)
+    whole_key = key_of(key, form)
+    ready = communicator.prepared_calls.get(whole_key)
     if ready is not None:
         if public is not None:
             recall(public, ready)
@@ -173,7 +181,7 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     try:
         request = make(x, out)
         request.body.close()
-        call = communicator.keep_prepared(key, request.prepared(communicator, form, make))
+        call = communicator.keep_prepared(whole_key, request.prepared(communicator, form, make))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None

@@ -23,8 +23,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.block_transfer import NOTHING, Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -129,15 +128,21 @@ def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
         return unflatten(structure, results, like)
 
     collective = "all_gather" if target is None else "gather"
-    is_moved = structure is None and moves(communicator, collective, algorithm)
-    shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
-    fields = CallFields(name, root=-1 if target is None else target)
+    spec = CollectiveSpec(
+        name,
+        root=-1 if target is None else target,
+        algorithm=algorithm,
+        structure=structure,
+        options=(int(axis),),
+        is_uniform=False,
+        shown=(kinds, f"axis {axis}", *([] if target is None else [f"root {target}"])),
+    )
     if structure is None:
         array = arrays[0]
-        fields = fields._replace(dtype=array.dtype.name, shape=array.shape, elements=array.size)
+        spec = spec._replace(dtype=kinds, shape=array.shape, elements=array.size)
+    is_moved = structure is None and moves(communicator, collective, algorithm)
     return TransferArgs(
-        CallLabel(f"{name}({kinds}, axis {axis}{shown})", fields),
-        fingerprint(name, int(axis), *rooted, structure, algorithm),
+        spec,
         gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
         arrange=lambda: gathered_blocks(
             np.moveaxis(arrays[0], axes[0], 0), out if axes[0] == 0 else None, size, rank, target

@@ -11,11 +11,12 @@ from syncvar.collectives.stage_builders import gather_objects, meet
 from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import Communicator, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from syncvar.runtime.communicator import Communicator
 
 
 class Group(MigrationHintsMixin):
@@ -146,8 +147,8 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
             raise refused
 
     identity = _identity(world, members)
-    label = CallLabel(f"new_group({list(members)})", CallFields("new_group"))
-    meet(world, label, ("new_group", members), timeout, check)
+    spec = CollectiveSpec("new_group", options=members, shown=(list(members),))
+    meet(world, spec, timeout, check)
     return Group(context.communicator(identity, members))
 
 

@@ -16,8 +16,7 @@ from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -183,10 +182,17 @@ def _request(  # noqa: PLR0913  (the arguments of two public calls)
         takes = tuple((peer, 0 if is_gather else slot ^ 1) for slot, peer in call.others())
         detail = detail_of(dtype, shape)
         layout = TransferLayout(detail, dtype, shape, published, takes, most_takes=slots)
-    fields = CallFields(name, dtype=dtype.name, shape=array.shape, elements=array.size)
+    spec = CollectiveSpec(
+        name,
+        options=(mesh.shape, rings),
+        dtype=dtype.name,
+        shape=array.shape,
+        elements=array.size,
+        is_uniform=False,
+        shown=(dtype.name, f"mesh {mesh.shape}", f"periodic {rings}"),
+    )
     return TransferArgs(
-        CallLabel(f"{name}({dtype.name}, mesh {mesh.shape}, periodic {rings})", fields),
-        fingerprint(name, mesh.shape, rings),
+        spec,
         layout,
         arrange=call.arrange,
         finish=lambda output: deliver(output, out),

@@ -27,8 +27,7 @@ from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, 
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.communicator import CheckedCall, Communicator
     from syncvar.runtime.request import Stage
 
 _HEAD_BYTES = HEAD.size
@@ -211,14 +210,10 @@ def _call(
             if output is not None:
                 return finish(communicator, _in_heads(output), root)
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         source = _checked(root, communicator)
         request = make(name, communicator, pack(communicator, value, source), source)
-
-        def body() -> Generator[Stage, None, Any]:
-            return finish(communicator, (yield from request.body), source)
-
-        return CollectiveSpec(request.label, request.digest, body())
+        return request.then(lambda packed: finish(communicator, packed, source))
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 
@@ -344,13 +339,11 @@ def _transfer(
     layout = None
     if small.is_small and moves(communicator, name):
         layout = UNMOVED if heads is None else small
-    text, digest = name, fingerprint(name)
+    spec = CollectiveSpec(name)
     if root is not None:
-        text = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
-        digest = fingerprint(name, root)
+        spec = CollectiveSpec(name, root=root, shown=(f"root {root}",))
     return TransferArgs(
-        text,
-        digest,
+        spec,
         layout,
         arrange=lambda: None if heads is None else blocks_of(heads),
         finish=_in_heads,

@@ -18,9 +18,10 @@ from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
     ReduceArgs,
+    ReduceOptions,
     check_finite,
     contribution,
-    described,
+    describe_reduction,
     outcome,
     release_others,
     run_plan,
@@ -38,8 +39,7 @@ from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
 from syncvar.core.reduce_ops import OPS, identity, op_name
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def _reduce_request(
     for array in arrays:
         check_finite(array, "reduce")
     parts = [
-        described(array, op, "reduce", target, algorithm, shown=f", root {target}", root=target)
+        describe_reduction(array, op, "reduce", ReduceOptions(algorithm=algorithm), root=target)
         for array in arrays
     ]
-    reducers = [reducer for reducer, _, _ in parts]
+    reducers = [reducer for reducer, _ in parts]
     if out is not None:
         out = checked_output(out, arrays[0].shape, reducers[0].result) if is_root else None
     like = private_copy(structure, x) if keep else x
@@ -142,14 +142,20 @@ def _reduce_request(
         return results[0] if structure is None else unflatten(structure, results, like)
 
     if structure is not None:
-        digest = fingerprint(structure, *(part[1] for part in parts))
-        text = f"reduce({op}, {len(arrays)} arrays, root {target})"
-        fields = CallFields("reduce", op, root=target)
-        return ReduceArgs(CallLabel(text, fields), digest, body(), op)
-    ((reducer, digest, text),) = parts
+        # Ranks may spell the op differently.
+        spec = CollectiveSpec(
+            "reduce",
+            reducers[0].name if reducers else "",
+            target,
+            structure=structure,
+            options=tuple(part[1].digest for part in parts),
+            shown=(op, f"{len(arrays)} arrays", f"root {target}"),
+        )
+        return ReduceArgs(spec, body())
+    ((reducer, spec),) = parts
     ends = ResultPlacement("reduce", target)
     is_entered = arrays[0].dtype == reducer.result
-    return ReduceArgs(text, digest, body(), op, ends, is_entered=is_entered)
+    return ReduceArgs(spec, body(), ends, is_entered=is_entered)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -242,7 +248,7 @@ def _prefix_request(
     """Check the arguments and return the request; the input is copied now."""
     array = as_array(x)
     check_finite(array, name)
-    reducer, digest, text = described(array, op, name, algorithm)
+    reducer, spec = describe_reduction(array, op, name, ReduceOptions(algorithm=algorithm))
     neutral = identity(reducer) if name == "exscan" else None
     into = None if out is None else checked_output(out, array.shape, reducer.result)
     rank = communicator.member_rank
@@ -257,7 +263,7 @@ def _prefix_request(
         return deliver(np.full(array.shape, neutral, reducer.result), into)
 
     ends, is_entered = ResultPlacement(name), array.dtype == reducer.result
-    return ReduceArgs(text, digest, body(), op, ends, is_entered=is_entered)
+    return ReduceArgs(spec, body(), ends, is_entered=is_entered)
 
 
 _scan_request = partial(_prefix_request, "scan")
@@ -338,7 +344,9 @@ def _cut_request(
             "pass np.reshape(x, (1,)), or use all_reduce"
         )
     rows = _rows(lengths, array.shape[0], communicator)
-    reducer, digest, text = described(array, op, "reduce_scatter", rows, algorithm)
+    reducer, spec = describe_reduction(
+        array, op, "reduce_scatter", ReduceOptions(algorithm=algorithm), rows=rows
+    )
     rank = communicator.member_rank
     if len(reducer.element_shape) == array.ndim:
         raise ConfigError(
@@ -357,7 +365,7 @@ def _cut_request(
     )
     if is_moved:
         operand = array.copy() if keep else array
-        return _shared_request(communicator, operand, into, reducer, shape, (text, digest))
+        return _shared_request(communicator, operand, into, reducer, shape, spec)
     work = contribution(array, reducer, communicator.home_rank)
     width = prod(array.shape[1:]) // prod(reducer.element_shape)
     counts = tuple(row * width for row in rows)
@@ -368,7 +376,7 @@ def _cut_request(
         yield from run_plan(communicator, "reduce_scatter", work, reducer, **options)
         return outcome(reducer, work[start : start + counts[rank]], communicator.size, shape, into)
 
-    return TransferArgs(text, digest, None, lambda: None, lambda output: output, general)
+    return TransferArgs(spec, None, lambda: None, lambda output: output, general)
 
 
 def _shared_request(
@@ -377,7 +385,7 @@ def _shared_request(
     into: NDArray[Any] | None,
     reducer: Reduction,
     shape: tuple[int, ...],
-    label: tuple[str, int],
+    spec: CollectiveSpec,
 ) -> TransferArgs:
     """Return the request of a reduce-scatter with equal pieces in shared memory."""
     size, rank = communicator.size, communicator.member_rank
@@ -395,7 +403,7 @@ def _shared_request(
         None, reducer.accumulate, shape, size - 1, takes, ufunc=reducer.ufunc, divisor=divisor
     )
     return TransferArgs(
-        *label,
+        spec,
         layout,
         arrange=lambda: blocks_of(operand, into),
         finish=lambda output: deliver(output, into),

@@ -1,4 +1,4 @@
-"""Arguments of the collectives that combine: input, result, signature and persistent call.
+"""Arguments of the collectives that combine: input, result, description and persistent call.
 
 Persistent calls exist for arrays, numbers, short lists of numbers, and pytrees of these that travel
 as one small vector. Everything else takes the slow path, which also reports wrong arguments.
@@ -16,10 +16,9 @@ from syncvar._native.constants import LEAVES_MAX
 from syncvar.bootstrap.process import joined
 from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
 from syncvar.core.errors import ConfigError
-from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
+from syncvar.core.pytree import LEAF, PyTree, TreeDef
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.compile_reduce import EVERYWHERE, ResultPlacement
 from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
 from syncvar.runtime.planner import Published
@@ -50,51 +49,63 @@ class ReduceOptions(NamedTuple):
     apply: np.ufunc | None = None
 
 
-def described(
-    array: NDArray[Any], op: str, name: str, *options: Any, shown: str = "", root: int = -1
-) -> tuple[Reduction, int, str]:
-    """Return the reduction of an array, and the fingerprint and the text of the call.
-
-    All ranks pass the same `options`; `shown` is added to the text.
-    """
+def describe_reduction(
+    array: NDArray[Any],
+    op: str,
+    name: str,
+    options: ReduceOptions,
+    *,
+    root: int = -1,
+    rows: tuple[int, ...] = (),
+) -> tuple[Reduction, CollectiveSpec]:
+    """Return the reduction of an array, and the description of the call `name` that makes it."""
     reducer = reduction_of(array, op)
-    op, source, shape = reducer.name, reducer.source, array.shape
-    digest = fingerprint(name, op, source, shape, *options, *reducer.element_shape)
-    text = f"{name}({op}, {source}{list(shape)}{shown})"
-    fields = CallFields(name, op, source, shape, array.size, array.nbytes, root)
-    return reducer, digest, CallLabel(text, fields)
+    return reducer, CollectiveSpec(
+        name,
+        reducer.name,
+        root,
+        options.algorithm,
+        options.reproducible,
+        options=(rows, reducer.element_shape),
+        dtype=reducer.source,
+        shape=array.shape,
+        elements=array.size,
+        size=array.nbytes,
+        text=_array_label,
+    )
 
 
-def described_reduction(
-    array: NDArray[Any], op: str, name: str, options: ReduceOptions
-) -> tuple[Reduction, int, str]:
-    """Return the reduction of an array, and the fingerprint and the text of the all-reduce."""
-    reproducible, algorithm, _ = options
-    shown = ", reproducible" if reproducible else ""
-    return described(array, op, name, reproducible, algorithm, shown=shown)
-
-
-def described_together(
+def describe_tree_reduction(
     structure: TreeDef,
     arrays: Sequence[NDArray[Any]],
     reducers: Sequence[Reduction],
     op: str,
     name: str,
     options: ReduceOptions,
-) -> tuple[int, str]:
-    """Return the fingerprint and the text of a call that reduces a pytree; see `described`."""
+) -> CollectiveSpec:
+    """Return the description of a call that reduces a pytree; see `describe_reduction`."""
     op, shape = (reducers[0].name, reducers[0].element_shape) if reducers else (op, ())
     # `reducer.source` is the name of the dtype: `dtype.name` is slow.
-    kinds = tuple(
-        [(reducer.source, array.shape) for reducer, array in zip(reducers, arrays, strict=True)]
+    kinds = [(reducer.source, array.shape) for reducer, array in zip(reducers, arrays, strict=True)]
+    return CollectiveSpec(
+        name,
+        op,
+        algorithm=options.algorithm,
+        reproducible=options.reproducible,
+        structure=structure,
+        kinds=tuple(kinds),
+        options=shape,
+        size=sum([array.nbytes for array in arrays]),
+        text=_tree_label,
     )
-    digest = fingerprint(
-        name, op, structure, kinds, options.reproducible, options.algorithm, *shape
-    )
-    nbytes = sum([array.nbytes for array in arrays])
-    mode = ", reproducible" if options.reproducible else ""
-    text = f"{name}({op}, {describe(structure)}, {nbytes} bytes{mode})"
-    return digest, CallLabel(text, CallFields(name, op, size=nbytes))
+
+
+def _array_label(spec: CollectiveSpec) -> str:
+    return f"{spec.collective}({spec.op}, {spec.array}{spec.mode}{spec.to_root})"
+
+
+def _tree_label(spec: CollectiveSpec) -> str:
+    return f"{spec.collective}({spec.op}, {spec.tree}, {spec.size} bytes{spec.mode})"
 
 
 def reduction_of(array: NDArray[Any], op: str) -> Reduction:
@@ -263,39 +274,38 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
 
 
 class ReduceArgs(Cacheable):
-    """A checked call that combines by `op`; `ends` says which ranks get which result.
+    """A checked call that combines; `ends` says which ranks get which result.
 
-    `is_entered`: the result has the dtype of the input, the only one that the C dispatch looks at.
+    `op` is the op, if the spec has none. `is_entered`: the result has the dtype of the input, the
+    only one that the C dispatch looks at.
     """
 
     __slots__ = ("_ends", "_op", "is_entered")
 
     def __init__(
         self,
-        text: str,
-        digest: int,
+        spec: CollectiveSpec,
         body: Generator[Stage, None, Any],
-        op: str,
         ends: ResultPlacement = EVERYWHERE,
         *,
+        op: str = "",
         is_entered: bool = False,
     ) -> None:
-        super().__init__(text, digest, body)
-        self._op, self._ends, self.is_entered = op, ends, is_entered
+        super().__init__(spec, body)
+        self._ends, self._op, self.is_entered = ends, op or spec.op, is_entered
 
     def prepared(
         self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
     ) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        return prepare_form(communicator, like, self._op, self.digest, self.label, self._ends)
+        return prepare_form(communicator, like, self._op, self.spec, self._ends)
 
 
 def prepare_form(
     communicator: Communicator,
     form: NDArray[Any] | PyTree,
     op: str,
-    digest: int,
-    text: str,
+    spec: CollectiveSpec,
     ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
@@ -336,15 +346,15 @@ def prepare_form(
     if leaves is not None:
         shape = (sum([arrays[place].size for place in by_kind[0][1]]),)
     same_form = ReduceForm(by_kind, shape, is_small, leaves, apply, ends, neutral)
-    return prepare_reduction(communicator, same_form, text, digest)
+    return prepare_reduction(communicator, same_form, spec)
 
 
 def persistent_reduction(
     communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
 ) -> PreparedCall | None:
     """Build the persistent call of the all-reduces of `reduce_request`."""
-    _, digest, text = described_reduction(x, op, name, options)
-    call = prepare_form(communicator, x, op, digest, text, apply=options.apply)
+    _, spec = describe_reduction(x, op, name, options)
+    call = prepare_form(communicator, x, op, spec, apply=options.apply)
     return None if call is uncacheable else call
 
 

@@ -27,8 +27,7 @@ from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, dtype_from
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -154,8 +153,7 @@ def _scatter_request(
         return fits_out(blocks_of(parts_of_x, out), out)
 
     return TransferArgs(
-        CallLabel(f"scatter(root {source})", CallFields("scatter", root=source)),
-        fingerprint("scatter", source, algorithm),
+        CollectiveSpec("scatter", root=source, algorithm=algorithm, shown=(f"root {source}",)),
         layout if moves(communicator, "scatter", algorithm) else None,
         arrange=lambda: blocks_of(parts, out),
         finish=lambda output: deliver(output, out),
@@ -300,11 +298,16 @@ def _exchange_request(
         if not is_alike:
             layout = UNMOVED
     nbytes = sum(part.nbytes for part in mine)
-    fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
-    text = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
+    spec = CollectiveSpec(
+        "all_to_all",
+        algorithm=algorithm,
+        dtype=dtype.name,
+        size=nbytes,
+        is_uniform=False,
+        shown=(dtype.name, f"{nbytes} bytes"),
+    )
     return TransferArgs(
-        text,
-        fingerprint("all_to_all", algorithm),
+        spec,
         layout,
         arrange=lambda: _exchange_blocks(mine, shape, outs, rank),
         finish=finish,

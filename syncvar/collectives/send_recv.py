@@ -25,7 +25,7 @@ from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.pytree import is_structure
 from syncvar.protocol.fixed_records import ARRAY, BYTES
 from syncvar.protocol.object_codec import pack_object
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import fingerprint
 from syncvar.runtime.p2p_channel import (
     RECV_NAMES,
     SEND_NAMES,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import CollectiveSpec, Communicator
+    from syncvar.runtime.communicator import CheckedCall, Communicator
     from syncvar.runtime.p2p_channel import P2PChannel
 
 _TAG_MAX = (1 << 31) - 1
@@ -174,9 +174,9 @@ def _send(  # noqa: PLR0917
             if channel.send(kind, _message(kind, value), timeout, waits=not async_op):
                 return ended() if async_op else None
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         array = _message(kind, value)
-        return channel.spec(kind, array.copy() if async_op else array)
+        return channel.checked(kind, array.copy() if async_op else array)
 
     return channel.stream.perform(SEND_NAMES[kind], check, timeout, async_op=async_op)
 
@@ -376,7 +376,7 @@ def _receive(
         if delivered is not None:
             return ended(delivered.result) if async_op else delivered.result
     return channel.stream.perform(
-        RECV_NAMES[args.kind], partial(channel.spec, args), timeout, async_op=async_op
+        RECV_NAMES[args.kind], partial(channel.checked, args), timeout, async_op=async_op
     )
 
 

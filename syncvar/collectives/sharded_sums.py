@@ -38,8 +38,8 @@ from syncvar.core.pytree import (
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.arithmetic import widen
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, spec_of
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -247,10 +247,9 @@ def shards_request(
     shards: Any,
     op: Any,
     *,
-    name: str = "all_reduce_shards",
-    digest: int = 0,
-) -> CollectiveSpec:
-    """Check the arguments of an all-reduce of shards and return the request."""
+    name: str | CollectiveSpec = "all_reduce_shards",
+) -> CheckedCall:
+    """Check the arguments of an all-reduce of shards, which may be a part of the call `name`."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
     op = _checked_op(op)
@@ -292,8 +291,12 @@ def shards_request(
                 results[place] = total[end - _size(shape) : end].reshape(shape)
         return convert_back(like, unflatten(agreed.structure, results, like))
 
-    label = CallLabel(f"{name}({op}, {_shown(announcement.runs)})", CallFields(name, op))
-    return CollectiveSpec(label, fingerprint("all_reduce_shards", op, digest), body())
+    spec = spec_of(name)._replace(
+        op=op,
+        text=lambda spec: f"{spec.shown[0]}({spec.op}, {spec.shown[1]})",
+        shown=(name, _shown(announcement.runs)),
+    )
+    return CheckedCall(spec, body())
 
 
 def _checked_op(op: Any) -> str:

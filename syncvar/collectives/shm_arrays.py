@@ -18,8 +18,8 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, format_bytes
 
 if TYPE_CHECKING:
@@ -171,12 +171,12 @@ def shared_array(
         lengths, kind = checked_shape_dtype(shape, dtype)
         _require_one_host(context, communicator)
         checked.append((lengths, kind))
-        label = CallLabel(
-            f"shared_array({list(lengths)}, {kind.name})",
-            CallFields("shared_array", dtype=kind.name, shape=lengths),
+        shown = list(lengths), kind.name
+        spec = CollectiveSpec(
+            "shared_array", options=(kind.str,), dtype=kind.name, shape=lengths, shown=shown
         )
         nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
-        return SharedArraySpec(label, (lengths, kind.str), nbytes)
+        return SharedArraySpec(spec, nbytes)
 
     if communicator.size == 1:
         return zeros(shape, dtype)
@@ -190,8 +190,7 @@ def shared_array(
 class SharedArraySpec(NamedTuple):
     """Shared memory to allocate."""
 
-    description: str  # text of the call
-    parts: tuple[Any, ...]  # values that all ranks must pass alike
+    call: CollectiveSpec
     nbytes: int  # size in bytes
     content: NDArray[np.uint8] | None = None  # initial bytes, on the first rank; None for zeros
 
@@ -213,7 +212,7 @@ def memory_in_common(
     wanted: list[SharedArraySpec] = []
     refused: list[SharedMemoryFull] = []
 
-    def request() -> CollectiveSpec:
+    def request() -> CheckedCall:
         one = check()
         wanted.append(one)
         reference = bytes(REFERENCE_NBYTES)  # of no memory
@@ -226,7 +225,7 @@ def memory_in_common(
             except SharedMemoryFull as error:
                 refused.append(error)
         output = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
-        return CollectiveSpec(one.description, fingerprint(name, *one.parts), output.body)
+        return CheckedCall(one.call, output.body)
 
     try:
         found = communicator.perform(name, request, timeout).tobytes()
@@ -234,13 +233,13 @@ def memory_in_common(
         if rank == 0 and wanted and not refused:
             mappings.pop()  # no rank has received it
         raise
-    ((description, _, nbytes, _),) = wanted
+    ((call, nbytes, _),) = wanted
     if not any(found):
         first = communicator.members[0]
         if refused:
             return refused[0]
         return SharedMemoryFull(
-            f"{description}: rank {first} has no room for {format_bytes(nbytes)} of shared memory"
+            f"{call}: rank {first} has no room for {format_bytes(nbytes)} of shared memory"
         )
     shm = context.shm
     assert shm is not None

@@ -16,13 +16,16 @@ import numpy as np
 from syncvar.core.errors import MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord, pack_record, unpack_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import CollectiveSpec, Communicator, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Hashable
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
+
+    from syncvar.runtime.communicator import Communicator
 
 
 _NOTHING = np.empty(0, np.uint8)
@@ -150,19 +153,18 @@ def require_same(
 
 def meet(
     communicator: Communicator,
-    text: str,
-    parts: tuple[Hashable, ...],
+    spec: CollectiveSpec,
     timeout: float | None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Wait for all ranks at a point that they name alike; they compare `parts`."""
+    """Wait for all ranks at a point that they describe alike."""
 
-    def request() -> CollectiveSpec:
+    def request() -> CheckedCall:
         if check is not None:
             check()
-        return CollectiveSpec(text, fingerprint(*parts), barrier_stages(communicator))
+        return CheckedCall(spec, barrier_stages(communicator))
 
-    communicator.perform(text, request, timeout)
+    communicator.perform(spec, request, timeout)
 
 
 def barrier_stages(communicator: Communicator) -> Generator[Stage, None, None]:
@@ -180,12 +182,12 @@ def gather_objects(
 ) -> Any:
     """Gather the objects that `make` returns; an error in `make` fails the call on all ranks."""
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         mine = pack_object(make())
 
         def body() -> Generator[Stage, None, list[Any]]:
             return [unpack_object(data) for data in (yield from gather_bytes(communicator, mine))]
 
-        return CollectiveSpec(name, fingerprint(name), body())
+        return CheckedCall(CollectiveSpec(name), body())
 
     return communicator.perform(name, check, timeout, async_op=async_op)

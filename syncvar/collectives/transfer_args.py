@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
 from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import fingerprint
 from syncvar.runtime.persistent_transfer import prepare_move
 from syncvar.runtime.planner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.dispatch import Make
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.persistent_transfer import Front
 
@@ -44,7 +45,7 @@ class TransferArgs(Cacheable):
     """A checked call that moves blocks.
 
     Args:
-        text, digest: Text and fingerprint of the call.
+        spec: Description of the call.
         layout: Layout of the blocks; `UNMOVED` if the input has none, None without shared memory.
         arrange: Function that returns the arrays of this call; None for `UNMOVED`.
         finish: Function of the outputs that returns the result.
@@ -57,8 +58,7 @@ class TransferArgs(Cacheable):
 
     def __init__(
         self,
-        text: str,
-        digest: int,
+        spec: CollectiveSpec,
         layout: TransferLayout | None,
         arrange: Callable[[], Blocks | None],
         finish: Callable[[Any], Any],
@@ -66,7 +66,7 @@ class TransferArgs(Cacheable):
         front: Front | None = None,
     ) -> None:
         self._layout, self.general, self._front = layout, general, front
-        super().__init__(text, digest, self._stages(arrange, finish))
+        super().__init__(spec, self._stages(arrange, finish))
 
     def _stages(
         self, arrange: Callable[[], Blocks | None], finish: Callable[[Any], Any]
@@ -97,7 +97,7 @@ class TransferArgs(Cacheable):
             return request.general()
 
         body = None if self.general is None else general
-        return prepare_move(communicator, self, self._layout, self._front, body, like)
+        return prepare_move(communicator, self.spec, self._layout, self._front, body, like)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:

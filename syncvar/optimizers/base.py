@@ -36,6 +36,7 @@ from syncvar.optimizers.update_rules import (
     checked_rate,
     compute_dtype,
 )
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.variables.grouped_writes import copy_of
 from syncvar.variables.policy import CallContext
 from syncvar.variables.values import operand_array
@@ -477,8 +478,9 @@ class Optimizer(MigrationHintsMixin):
             shown = ", ".join(repr(one.name) for one in shared[:3])
             shown += ", …" if len(shared) > 3 else ""
             label = f"slots of {type(self).__name__} for {shown}"
-            parts = (label, names, tuple(self._settings.items()), base)
-            meet(owner.communicator, label, parts, owner.timeout, check)
+            options = names, tuple(self._settings.items()), base
+            spec = CollectiveSpec(label, options=options)
+            meet(owner.communicator, spec, owner.timeout, check)
         elif check is not None:
             check()
         self._step.slots.build(owner, variables, is_independent=is_independent)

@@ -16,7 +16,8 @@ from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import compute_dtype
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -163,33 +164,33 @@ def strategy_of_pairs(pairs: Any) -> tuple[VariableOwner, bool]:
 
 
 def combining_request(
-    owner: VariableOwner, plan: BucketPlan, op: str, label: str, digest: int, *, weighted: bool
-) -> CollectiveSpec:
+    owner: VariableOwner, plan: BucketPlan, op: str, spec: CollectiveSpec, *, weighted: bool
+) -> CheckedCall:
     """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
-        meeting = ReplicaAccess(_MEETING, communicator, label, "", reproducible=False)
+        meeting = ReplicaAccess(_MEETING, communicator, _NAME, "", reproducible=False)
         request = request_of(meeting, _NOTHING)
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
-        same = ReplicaAccess(_SAME, communicator, label, _HINT, reproducible=False)
+        same = ReplicaAccess(_SAME, communicator, spec.label, _HINT, reproducible=False)
         request = request_of(same, together)
     else:
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
         options = ReduceOptions(owner.reproducible)
-        request = reduce_request(communicator, value, op, out=value, name=label, options=options)
-    return CollectiveSpec(label, digest, request.body)
+        request = reduce_request(communicator, value, op, out=value, name=_NAME, options=options)
+    return CheckedCall(spec, request.body)
 
 
 def combine_cached(
-    owner: VariableOwner, plan: BucketPlan, op: str, label: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, spec: CollectiveSpec, *, weighted: bool
 ) -> bool:
     """Combine the gradients by a cached call; False if there is none, and nothing was done.
 
-    Description and signature change from step to step, because they hold the step and the learning
-    rate. The arguments are those of `combining_request`.
+    The description changes from step to step, because it holds the step and the learning rate. The
+    arguments are those of `combining_request`.
     """
     if not op or len(plan.shared) != 1:
         return False
@@ -200,6 +201,6 @@ def combine_cached(
         options = ReduceOptions(owner.reproducible)
         return reduce_request(communicator, x, op, out=out, name=_NAME, options=options)
 
-    key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
-    found = call_persistent(communicator, key, array, array, owner.timeout, make, (label, digest))
+    key = (_NAME, op, owner.reproducible)
+    found = call_persistent(communicator, key, array, array, owner.timeout, make, spec)
     return found is not None

@@ -16,8 +16,7 @@ from syncvar.collectives.sharded_sums import shards_request
 from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_call import Call, combine_cached, combining_request
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.variables.grouped_writes import change_copies, copy_of
 from syncvar.variables.variable_owner import current_owner
 from syncvar.variables.variable_state import state_of
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
     from syncvar.optimizers.gradient_buckets import BucketPlan, Clipping
     from syncvar.optimizers.slots import OptimizerSlots
     from syncvar.optimizers.update_rules import UpdateRule
+    from syncvar.runtime.communicator import CheckedCall
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 
-_STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: all steps below 2**64 give different digests
-_DIGEST_MASK = (1 << 64) - 1
 # Options that servers do not have, with their usual values.
 _LOCAL_OPTIONS = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
 
@@ -156,34 +154,30 @@ class GradientStep:
         step = self._number()
         mode = "as given" if call.is_combined else call.op + (", weighted" if weighted else "")
         mode += "" if call.shards is None else ", of shards"
-        label = CallLabel(
-            f"apply_gradients({self.name}, {mode}, learning_rate={rate!r}, step {step}) "
-            f"of {call.shown}",
-            CallFields("apply_gradients", op=call.op),
-        )
         if call.is_combined and not owner.check_cross_writes and refused is None:
             return
-        # The step is not among the parts: fingerprints are remembered, and these would push all
-        # others out.
-        digest = (fingerprint("step", call.base, mode, rate) + step * _STEP_SPREAD) & _DIGEST_MASK
+        spec = CollectiveSpec(
+            "apply_gradients",
+            call.op,
+            options=(call.base, mode, rate),
+            step=step,
+            text=_label,
+            shown=(self.name, call.shown),
+        )
         if call.shards is not None:
-            request = partial(
-                shards_request, communicator, call.shards, call.op, name=label, digest=digest
-            )
+            request = partial(shards_request, communicator, call.shards, call.op, name=spec)
             totals = communicator.perform("apply_gradients", request, owner.timeout)
             for part, total in zip(plan.parts, totals, strict=True):
                 part.gradient[...] = total
             return
         op = "" if call.is_combined else "sum" if weighted else call.op
 
-        def check() -> CollectiveSpec:
+        def check() -> CheckedCall:
             if refused is not None:
                 raise _earlier_error(refused)
-            return combining_request(owner, plan, op, label, digest, weighted=weighted)
+            return combining_request(owner, plan, op, spec, weighted=weighted)
 
-        if refused is not None or not combine_cached(
-            owner, plan, op, label, digest, weighted=weighted
-        ):
+        if refused is not None or not combine_cached(owner, plan, op, spec, weighted=weighted):
             communicator.perform("apply_gradients", check, owner.timeout)
 
     def finish(self, call: Call, plan: BucketPlan, rate: float) -> None:
@@ -224,7 +218,7 @@ class GradientStep:
         self._refused = None
         if travels:
 
-            def check() -> CollectiveSpec:
+            def check() -> CheckedCall:
                 raise failure
 
             (owner or current_owner()).communicator.perform("apply_gradients", check)
@@ -234,6 +228,12 @@ class GradientStep:
         """Store the number of calls of the present step."""
         if self.slots.calls is not None:
             change_copies([self.slots.calls], _fill, number)
+
+
+def _label(spec: CollectiveSpec) -> str:
+    (name, variables), (_, mode, rate) = spec.shown, spec.options
+    call = f"apply_gradients({name}, {mode}, learning_rate={rate!r}, step {spec.step})"
+    return f"{call} of {variables}"
 
 
 def _nonfinite_error(variable: Variable) -> ConfigError:

@@ -33,6 +33,7 @@ from syncvar.parameter_server.same_host_links import lender_of
 from syncvar.parameter_server.server_links import ServerLinks
 from syncvar.parameter_server.server_machine import Server
 from syncvar.runtime.call_record import CallInfo, size_class
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.shm.segment_file import format_bytes
 
@@ -298,7 +299,7 @@ class ServerLoop:
         key = operations, number
         if key not in self._call_infos and len(self._call_infos) >= _CALL_INFOS_MAX:
             self._call_infos.clear()
-        info = CallInfo(f"{operations} of {process_name(number)}", -1, (), 0, 0, "")
+        info = CallInfo(CollectiveSpec(f"{operations} of {process_name(number)}"))
         return self._call_infos.setdefault(key, info)
 
     def _send(

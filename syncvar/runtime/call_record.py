@@ -1,8 +1,4 @@
-"""Entries of the flight recorder: typed records of calls, their program lines and their totals.
-
-Functions that describe a call return a `CallLabel`: a text for people, and fields for statistics
-and records.
-"""
+"""Entries of the flight recorder: typed records of calls, their program lines and their totals."""
 
 from __future__ import annotations
 
@@ -10,13 +6,15 @@ import os
 import sys
 import threading
 from collections import deque
+from operator import attrgetter
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import MismatchError, PeerLost, error_line
 from syncvar.core.process_ids import rank_spans
 from syncvar.core.stack_dump import current_frames, frames_of
+from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,41 +48,6 @@ _own_frame = sys._getframe  # noqa: SLF001  (the documented way to the caller's 
 _looking = threading.Lock()
 
 
-class CallFields(NamedTuple):
-    """The description of a call as data; -1 or empty where a field does not apply."""
-
-    collective: str  # name of the call, for instance "all_reduce" or "assign of variable 'w'"
-    op: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    elements: int = -1
-    # Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved
-    size: int = -1
-    root: int = -1  # rank in the group of the root
-    peer: int = -1  # world rank of the other end of a message
-    tag: int = -1
-
-
-class CallLabel(str):
-    """The text of a call for people, such as "all_reduce(sum, float32[10])", with its fields."""
-
-    __slots__ = ("fields",)
-
-    fields: CallFields
-
-    def __new__(cls, text: str, fields: CallFields | None = None) -> Self:
-        """Return the label; without fields the text is the collective."""
-        label = super().__new__(cls, text)
-        fields = fields or CallFields(text)
-        label.fields = fields._replace(collective=collective_of(fields.collective))
-        return label
-
-
-def collective_of(label: str) -> str:
-    """Return the collective that a label or a plain text names."""
-    return label.fields.collective if isinstance(label, CallLabel) else label
-
-
 class Event(NamedTuple):
     """One entry of the ring, as record files contain it."""
 
@@ -101,7 +64,7 @@ class Event(NamedTuple):
     state: str  # "started", "done", "failed", or "noted" for an entry that is no operation
     thread: int  # identity of the calling thread
     detail: str  # error text, or details of a noted event
-    # The fields from here to `tag` are those of `CallFields`; a shape is text, "[2, 3]"
+    # The fields from here to `tag` are those of `CollectiveSpec`; a shape is text, "[2, 3]"
     collective: str = ""
     op: str = ""
     dtype: str = ""
@@ -117,6 +80,8 @@ class Event(NamedTuple):
     lost_rank: int = NOWHERE
     lost_status: int | None = None
 
+
+_described_fields = attrgetter(*(name for name in Event._fields if name in CollectiveSpec._fields))
 
 COLUMNS = ("what", *Event._fields[1:])
 """Titles of the columns of events in record files, in the order of the fields."""
@@ -138,17 +103,12 @@ _NO_ERROR = ErrorFields()
 class CallInfo(NamedTuple):
     """The part of an entry that repeated calls share."""
 
-    label: str  # the call; a `CallLabel` where it has more fields than its text
-    group: int
-    members: tuple[int, ...]  # world ranks of the group
-    fingerprint: int  # signature of the call
-    nbytes: int  # bytes of the array
-    path: str  # "shm", "links" or "hosts", and the algorithm
-
-    @property
-    def fields(self) -> CallFields:
-        """The description of the call as data."""
-        return self.label.fields if isinstance(self.label, CallLabel) else CallFields(self.label)
+    spec: CollectiveSpec
+    group: int = NOWHERE
+    members: tuple[int, ...] = ()  # world ranks of the group
+    fingerprint: int = 0  # signature of the call; 0 for none
+    nbytes: int = 0  # bytes of the array
+    path: str = ""  # "shm", "links" or "hosts", and the algorithm
 
 
 class PendingRecord:
@@ -181,7 +141,7 @@ class PendingRecord:
             self.ended = monotonic_ns()
 
 
-UNRECORDED = PendingRecord(CallInfo("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
+UNRECORDED = PendingRecord(CallInfo(CollectiveSpec("")), NOWHERE, 0)
 """Stands for the entry of operations that are not recorded."""
 
 
@@ -195,9 +155,10 @@ def event_of(entry: Any) -> Event:
     else:
         call, nbytes, path, error = entry.call, entry.nbytes, entry.way, entry.error
         times = entry.began, entry.ended, entry.state, entry.thread
-    fields: Any = info.fields
-    fields = fields._replace(shape=str(list(fields.shape)) if fields.dtype else "")
-    head = info.label, info.group, call, info.fingerprint, nbytes, path
+    spec = info.spec
+    head = spec.label, info.group, call, info.fingerprint, nbytes, path
+    shape = str(list(spec.shape)) if spec.dtype else ""
+    fields = _described_fields(spec._replace(shape=shape))  # type: ignore[arg-type]
     return Event._make((*head, *times, error.detail, *fields, *error[1:]))
 
 
@@ -302,13 +263,12 @@ def size_class(nbytes: int) -> int:
 
 def size_of(info: CallInfo, nbytes: int) -> int:
     """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown."""
-    fields = info.fields
-    if fields.size >= 0:
-        return fields.size
+    if info.spec.size >= 0:
+        return info.spec.size
     if info.path == "hosts":  # several schedules ran, on parts of the data
         return -1
     # A persistent call records the bytes of one rank in advance.
-    is_block = info.nbytes and fields.collective == "all_gather"
+    is_block = info.nbytes and info.spec.collective == "all_gather"
     return nbytes * len(info.members) if is_block else nbytes
 
 
@@ -377,7 +337,7 @@ class Totals:
         self, info: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
     ) -> None:
         size = size_of(info, nbytes)
-        key = _row_name(info.fields), info.group, info.members, size_class(max(0, size))
+        key = _row_name(info.spec), info.group, info.members, size_class(max(0, size))
         row = self._rows.setdefault(key, [0, 0, 0, 0])
         row[0] += calls
         row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
@@ -385,8 +345,8 @@ class Totals:
         row[3] += failed
 
 
-def _row_name(fields: CallFields) -> str:
+def _row_name(spec: CollectiveSpec) -> str:
     """Return the collective, with its op where calls with different ops differ in cost."""
-    name, op = fields.collective, fields.op
+    name, op = spec.collective, spec.op
     reduces = name == "all_reduce_shards" or _schedules_of(name) is not None
     return f"{name}({op})" if reduces and op.isalpha() and op.islower() else name

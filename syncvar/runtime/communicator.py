@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from syncvar._native import CommunicatorState, note_change
 from syncvar.core.errors import ConfigError, MismatchError, UsageError, error_line
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.call_record import CallInfo, own_site
+from syncvar.runtime.collective_spec import CollectiveSpec, spec_of
 from syncvar.runtime.link_exchange import LinkExchange, NullSink
 from syncvar.runtime.planner import Planner
 from syncvar.runtime.request import Request, stage_steps
@@ -40,30 +41,21 @@ _PREPARED_MAX = 2048
 _EPOCH_CALLS = 10**6
 
 
-@lru_cache(maxsize=4096)
-def fingerprint(*parts: object) -> int:
-    """Return the 64-bit signature of a call, the same in every process."""
-    import hashlib  # loads OpenSSL, which importing the package need not do
+@dataclass(slots=True)
+class CheckedCall:
+    """A call whose arguments are checked, ready to become a request."""
 
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+    spec: CollectiveSpec
+    body: Generator[Stage, None, Any]
+    message: Sending | Receiving | None = None  # may use a ring in shared memory
 
+    def then(self, finish: Callable[[Any], Any]) -> CheckedCall:
+        """Return the call whose result is `finish` of this one's result."""
 
-class CollectiveSpec:
-    """A checked call, ready to become a request."""
+        def body() -> Generator[Stage, None, Any]:
+            return finish((yield from self.body))
 
-    __slots__ = ("body", "digest", "label", "message")
-
-    def __init__(
-        self,
-        label: str,
-        digest: int,
-        body: Generator[Stage, None, Any],
-        message: Sending | Receiving | None = None,
-    ) -> None:
-        self.label = label
-        self.digest = digest  # signature that all ranks compare
-        self.body = body  # generator of stages
-        self.message = message  # a message that may use a ring in shared memory; else None
+        return CheckedCall(self.spec, body())
 
 
 def _end_of(number: int) -> int:
@@ -110,7 +102,7 @@ class GroupHosts(NamedTuple):
 class GroupMembership(Protocol):
     """The membership all-reduce before each call of a group inside a block of sv.uneven."""
 
-    def agree_on_members(self, name: str, timeout: float | None) -> None:
+    def agree_on_members(self, name: str | CollectiveSpec, timeout: float | None) -> None:
         """Agree on the active ranks; afterwards the group's communicator has only these."""
 
     def require_all(self, label: str, instead: str = "") -> None:
@@ -264,15 +256,15 @@ class Communicator(CommunicatorState):
             self.require_free(label)
             self.uneven.require_all(label, instead)
 
-    def agree_on_members(self, label: str, timeout: float | None) -> None:
+    def agree_on_members(self, name: str | CollectiveSpec, timeout: float | None) -> None:
         """Agree on the active ranks; collective in a block of sv.uneven, else does nothing.
 
         If no call is possible now, this raises UsageError. The other ranks then wait.
         """
         if self.uneven is not None:
-            self.require_free(label)
+            self.require_free(name)
             # From here on the members are the active ranks.
-            self.uneven.agree_on_members(label, timeout)
+            self.uneven.agree_on_members(name, timeout)
 
     def become(self, other: Communicator) -> None:
         """Swap contents with another communicator: holders of this one make its calls then."""
@@ -285,8 +277,8 @@ class Communicator(CommunicatorState):
 
     def perform(
         self,
-        name: str,
-        check: Callable[[], CollectiveSpec],
+        name: str | CollectiveSpec,
+        check: Callable[[], CheckedCall],
         timeout: float | None = None,
         *,
         async_op: bool = False,
@@ -298,8 +290,8 @@ class Communicator(CommunicatorState):
         same call, and the others raise MismatchError instead of waiting.
 
         Args:
-            name: The collective, for messages.
-            check: Checks the arguments and returns the request; its exceptions reach the caller.
+            name: The collective, or the description of the call, for messages.
+            check: Checks the arguments; its exceptions reach the caller.
             timeout: Seconds; None for the job's default.
             async_op: Return a `Work` at once.
             after_queued: Send deferred writes before; False for the call that sends them.
@@ -314,7 +306,7 @@ class Communicator(CommunicatorState):
                 allowed = None if timeout is None else checked_timeout(timeout)
                 if after_queued and engine is not None:
                     for listener in engine.before_calls:
-                        listener(self.identity, name)
+                        listener(self.identity, str(name))
                     if engine.queues:
                         send_queued(engine.queues)
                 with quiet():
@@ -340,20 +332,21 @@ class Communicator(CommunicatorState):
                 engine.run(operation, allowed)
             return Work(None, operation)
 
-    def _refuse(self, name: str, call: int, error: Exception) -> None:
+    def _refuse(self, name: str | CollectiveSpec, call: int, error: Exception) -> None:
         """Record a call with bad arguments, and inform the group."""
         if isinstance(error, ConfigError) and self.size > 1:
             error.add_note(
                 f"refused on rank {self.members[self.member_rank]}; the other ranks of the group "
                 "raise MismatchError"
             )
-        self.recorder.refused(CallInfo(name, self.identity, self.members, 0, 0, ""), call, error)
+        info = CallInfo(spec_of(name), self.identity, self.members)
+        self.recorder.refused(info, call, error)
         if self.engine is not None and self.size > 1:
             self.engine.book.announce(self.identity, call + 1)
             reason = error_line(error)
-            self.engine.reject_call(self.identity, self.members, call, name, reason)
+            self.engine.reject_call(self.identity, self.members, call, str(name), reason)
 
-    def require_free(self, name: str) -> None:
+    def require_free(self, name: str | CollectiveSpec) -> None:
         """Raise an error, before anything is numbered or sent, if no call can be made."""
         self.member_rank  # noqa: B018  (raises for non-members)
         if self._destroyed is not None:
@@ -372,16 +365,16 @@ class Communicator(CommunicatorState):
     def interrupt(self, call: int, begin: int, error: BaseException) -> None:
         """Break the group: an exception interrupted a message that the other rank may wait for."""
         if self.engine is not None:
-            info = CallInfo("a message", self.identity, self.members, 0, 0, "")
+            info = CallInfo(CollectiveSpec("a message"), self.identity, self.members)
             self.engine.interrupted(Request(self.recorder.begin(info, call, begin), None), error)
 
-    def operation(self, call: int, request: CollectiveSpec, begin: int | None = None) -> Request:
+    def operation(self, call: int, request: CheckedCall, begin: int | None = None) -> Request:
         """Return a call as a request of the engine."""
         hosts, message = self.hosts, request.message
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "shm" if is_shared else "links"
-        info = CallInfo(request.label, self.identity, self.members, request.digest, 0, way)
+        info = self.call_info(request.spec, 0, way)
         entry = self.recorder.begin(info, call, begin)
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
@@ -393,6 +386,10 @@ class Communicator(CommunicatorState):
         operation.is_shared = True
         operation.abandon = message.abandon
         return operation
+
+    def call_info(self, spec: CollectiveSpec, nbytes: int, path: str) -> CallInfo:
+        """Return the part of a record that all calls of this description share."""
+        return CallInfo(spec, self.identity, self.members, spec.digest, nbytes, path)
 
     def begin_epoch(self) -> None:
         """Begin a new block of call numbers (see `begin_epochs`)."""

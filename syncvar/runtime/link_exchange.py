@@ -180,7 +180,7 @@ class LinkExchange:
 
     def apply(self, frame: Frame) -> None:
         """Use a frame of this round."""
-        label = self._entry.info.label
+        label = self._entry.info.spec.label
         header, payload = frame
         source = header.source
         wanted = self._incoming.get(source)
@@ -230,7 +230,7 @@ class LinkExchange:
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
         if send_buffer is not None:
             if plan.in_place is None:
-                label = self._entry.info.label
+                label = self._entry.info.spec.label
                 raise InternalError(f"{label}: the schedule needs its input in the work buffer")
             rounds, self._buffers = plan.in_place, (work, scratch, send_buffer)
         self._entry.stage(plan.algorithm, work.nbytes)
@@ -286,7 +286,9 @@ class LinkExchange:
 
     def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
         if self._ufunc is None:
-            raise InternalError(f"{self._entry.info.label}: the schedule reduces, but has no op")
+            raise InternalError(
+                f"{self._entry.info.spec.label}: the schedule reduces, but has no op"
+            )
         combine_two(self._ufunc, left, right, target)
 
 

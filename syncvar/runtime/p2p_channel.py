@@ -37,8 +37,9 @@ from syncvar.protocol.fixed_records import (
     unpack_record,
 )
 from syncvar.protocol.object_codec import unpack_object
-from syncvar.runtime.call_record import CallFields, CallInfo, CallLabel, PendingRecord
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.call_record import CallInfo, PendingRecord
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.p2p_requests import WAY, Receiving, Sending
 from syncvar.runtime.request import Request, Stage
 from syncvar.runtime.work import Work
@@ -54,9 +55,10 @@ if TYPE_CHECKING:
     from syncvar.runtime.p2p_endpoints import RecvEndpoint, SendEndpoint
 
 _SOURCE, _DEST = 0, 1  # ranks of the pair
+_MESSAGE = "message"  # what both ends compare: the group has the pair and the tag
 _TYPES_MAX = 64  # message types cached per pair and tag
 _lock = threading.RLock()  # reentrant for signal handlers
-_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
+_TO_ITSELF = CallInfo(CollectiveSpec("a message to this rank itself"), 0)
 SEND_NAMES = {ARRAY: "send", BYTES: "send_object"}
 RECV_NAMES = {ARRAY: "recv", BYTES: "recv_object"}
 
@@ -151,8 +153,8 @@ class P2PChannel:
         """Return whether a message may begin without the engine; then this thread has `busy`."""
         return self._engine.is_quiet and self.stream.busy.acquire(blocking=False)
 
-    def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
-        """Return the label of a call; `array` is the message, if it is known."""
+    def _spec(self, kind: int, array: NDArray[Any] | None) -> CollectiveSpec:
+        """Return the description of a call; `array` is the message, if it is known."""
         raise NotImplementedError
 
     def _type_of(self, kind: int, array: NDArray[Any]) -> MessageType:
@@ -168,9 +170,8 @@ class P2PChannel:
         return found
 
     def _call_info(self, kind: int, array: NDArray[Any] | None) -> CallInfo:
-        stream, nbytes = self.stream, 0 if array is None else array.nbytes
-        label, digest = self._label(kind, array), fingerprint("message")
-        return CallInfo(label, stream.identity, stream.members, digest, nbytes, WAY)
+        nbytes = 0 if array is None else array.nbytes
+        return self.stream.call_info(self._spec(kind, array), nbytes, WAY)
 
     def _complete(self, message_type: MessageType, call: int, begin: int) -> None:
         """Count and record a message that has ended without the engine."""
@@ -221,17 +222,17 @@ class P2PChannel:
             try:
                 if error is not None:
                     raise error
-                spec = self._resumed(array, call, number, done)
+                checked = self._resumed(array, call, number, done)
             finally:
                 end.lock.release()
-            operation = stream.operation(call, spec, begin)
+            operation = stream.operation(call, checked, begin)
         except BaseException as failure:
             end.cancel(number)
             stream.interrupt(call, begin, failure)
             raise
         return self._engine.take_over(operation, None)
 
-    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CollectiveSpec:
+    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CheckedCall:
         """Return the call that continues a long message; the caller holds the ring's lock."""
         raise NotImplementedError
 
@@ -268,7 +269,7 @@ class SendChannel(P2PChannel):
                     self._complete(message_type, call, begin)
                     return True
                 stream.next_call = call + 1
-                operation = stream.operation(call, self.spec(kind, array, message), begin)
+                operation = stream.operation(call, self.checked(kind, array, message), begin)
             except BaseException as error:  # the other rank may or may not have the message
                 message.abandon()
                 stream.interrupt(call, begin, error)
@@ -279,9 +280,9 @@ class SendChannel(P2PChannel):
         finally:
             stream.busy.release()
 
-    def spec(
+    def checked(
         self, kind: int, array: NDArray[Any], message: Sending | None = None
-    ) -> CollectiveSpec:
+    ) -> CheckedCall:
         """Return the call that sends an array, or an object as bytes; raise ConfigError."""
         is_long = array.nbytes > self._eager_bytes
         record = array_record(array, int(is_long))._replace(kind=kind)
@@ -290,7 +291,7 @@ class SendChannel(P2PChannel):
             message = Sending(self.end, type_code, array, is_long=is_long)
         data = np.frombuffer(pack_record(record), np.uint8)
         body = self._stages(data, array.reshape(-1), waits=is_long)
-        return CollectiveSpec(self._label(kind, array), fingerprint("message"), body, message)
+        return CheckedCall(self._spec(kind, array), body, message)
 
     def _stages(
         self, record: NDArray[Any], work: NDArray[Any], *, waits: bool
@@ -299,22 +300,23 @@ class SendChannel(P2PChannel):
         steps: list[Step] = [Recv(_DEST, Chunk(0, 0))] if waits else []
         yield self._stage(work, *steps, Send(_DEST, Chunk(0, work.size)))
 
-    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CollectiveSpec:
+    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CheckedCall:
         assert self.end is not None
         type_code = self._type_of(ARRAY, array).type_code
         message = Sending(self.end, type_code, array, number, done, is_long=True)
-        return self.spec(ARRAY, array, message)
+        return self.checked(ARRAY, array, message)
 
-    def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
+    def _spec(self, kind: int, array: NDArray[Any] | None) -> CollectiveSpec:
         assert array is not None
-        name, peer = SEND_NAMES[kind], self.stream.members[_DEST]
-        fields = CallFields(name, size=array.nbytes, peer=peer, tag=self.tag)
-        shown = f"{array.nbytes} bytes"
+        peer, nbytes = self.stream.members[_DEST], array.nbytes
+        spec = CollectiveSpec(
+            SEND_NAMES[kind], size=nbytes, peer=peer, tag=self.tag, compared=_MESSAGE
+        )
+        data = f"{nbytes} bytes"
         if kind != BYTES:
-            dtype = array.dtype.name
-            shown = f"{dtype}{list(array.shape)}"
-            fields = fields._replace(dtype=dtype, shape=array.shape, elements=array.size)
-        return CallLabel(f"{name}({shown} to rank {peer}, tag {self.tag})", fields)
+            spec = spec.with_array(array)
+            data = spec.array
+        return spec._replace(shown=(f"{data} to rank {peer}", f"tag {self.tag}"))
 
 
 class RecvChannel(P2PChannel):
@@ -342,7 +344,7 @@ class RecvChannel(P2PChannel):
                 if not waits:
                     return None
                 stream.next_call = call + 1
-                operation = stream.operation(call, self.spec(args), begin)
+                operation = stream.operation(call, self.checked(args), begin)
             except SyncvarError as error:  # of this message only; the sender has completed
                 self.counter.next_call = stream.next_call = call + 1
                 stream.recorder.begin(self._call_info(args.kind, None), call, begin).end(error)
@@ -355,11 +357,10 @@ class RecvChannel(P2PChannel):
         finally:
             stream.busy.release()
 
-    def spec(self, args: ReceiveArgs) -> CollectiveSpec:
+    def checked(self, args: ReceiveArgs) -> CheckedCall:
         """Return the call that receives a message."""
         message = None if self.end is None else Receiving(self.end, args.landing, args.finish)
-        label = self._label(args.kind, None)
-        return CollectiveSpec(label, fingerprint("message"), self._stages(args), message)
+        return CheckedCall(self._spec(args.kind, None), self._stages(args), message)
 
     def _stages(self, args: ReceiveArgs) -> Generator[Stage, None, Any]:
         data = np.empty(RECORD_BYTES, np.uint8)
@@ -371,15 +372,17 @@ class RecvChannel(P2PChannel):
         yield self._stage(work, *steps, Recv(_SOURCE, Chunk(0, work.size)))
         return args.finish(record.kind, output)
 
-    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CollectiveSpec:
+    def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CheckedCall:
         assert self.end is not None
         self.end.adopt((self.stream.identity, call), ARRAY, array, done)
-        return self.spec(ReceiveArgs())
+        return self.checked(ReceiveArgs())
 
-    def _label(self, kind: int, array: NDArray[Any] | None) -> CallLabel:
-        name, peer = RECV_NAMES[kind], self.stream.members[_SOURCE]
-        fields = CallFields(name, peer=peer, tag=self.tag)
-        return CallLabel(f"{name}(from rank {peer}, tag {self.tag})", fields)
+    def _spec(self, kind: int, array: NDArray[Any] | None) -> CollectiveSpec:
+        peer = self.stream.members[_SOURCE]
+        shown = f"from rank {peer}", f"tag {self.tag}"
+        return CollectiveSpec(
+            RECV_NAMES[kind], peer=peer, tag=self.tag, compared=_MESSAGE, shown=shown
+        )
 
 
 def ended(result: Any = None, error: SyncvarError | None = None) -> Work:

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.pytree import PyTree
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.shm.group_channel import GroupChannel
-
-    CallLabel = tuple[str, int]  # text and fingerprint of a call
 
 
 class BoundArrays(Protocol):
@@ -102,14 +101,14 @@ class PersistentCall:
         self.engine: ProgressEngine = communicator.engine
         self.info, self.program, self.is_timed = info, program, is_timed
 
-    def info_of(self, label: CallLabel | None) -> CallInfo:
-        """Return the description of one repetition, which may have a label of its own."""
-        if label is None:
+    def info_of(self, spec: CollectiveSpec | None) -> CallInfo:
+        """Return the record's part of one repetition, which may have a description of its own."""
+        if spec is None:
             return self.info
-        return self.info._replace(label=label[0], fingerprint=label[1])
+        return self.info._replace(spec=spec, fingerprint=spec.digest)
 
     def __call__(
-        self, x: Any, out: Any, label: CallLabel | None = None, timeout: float | None = None
+        self, x: Any, out: Any, spec: CollectiveSpec | None = None, timeout: float | None = None
     ) -> Any:
         """Make the call in Python; return None, having done nothing, for the slow path."""
         channel, engine, communicator = self.channel, self.engine, self.communicator
@@ -129,14 +128,14 @@ class PersistentCall:
             number = communicator.next_call
             communicator.next_call = number + 1
             begin = monotonic_ns()
-            info = self.info if label is None else self.info_of(label)
+            info = self.info if spec is None else self.info_of(spec)
             try:
                 request = self._run(info, number, begin, arrays)
                 if request is None:
                     engine.recorder.add((info, number, begin, monotonic_ns(), get_ident()))
                     return arrays.result
             except BaseException as error:
-                self.interrupt(number, begin, error, label)
+                self.interrupt(number, begin, error, spec)
                 raise
             return self.continue_in_engine(request, begin, timeout)
 
@@ -212,12 +211,12 @@ class PersistentCall:
         x: Any,
         out: Any,
         output: Any,
-        label: CallLabel | None,
+        spec: CollectiveSpec | None,
         suspended: Any,
         native: Any,
     ) -> Request:
         """Return the rest of a call that `native` has published, and perhaps begun to run."""
-        info = self.info_of(label)
+        info = self.info_of(spec)
         arrays = self.program.bind_output(x, out, output)
         check = check_of(info.fingerprint, number)
         steps = self.program.resume(check, arrays, suspended, native)
@@ -253,10 +252,10 @@ class PersistentCall:
         return request
 
     def interrupt(
-        self, number: int, begin: int, error: BaseException, label: CallLabel | None
+        self, number: int, begin: int, error: BaseException, spec: CollectiveSpec | None
     ) -> None:
         """Abort the job: an exception has left a call in which other ranks take part."""
-        request = self._request(self.info_of(label), number, begin, iter(()), 0)
+        request = self._request(self.info_of(spec), number, begin, iter(()), 0)
         self.channel.queue.clear()
         self.engine.interrupted(request, error)
 
@@ -377,13 +376,6 @@ def may_persist(communicator: Communicator) -> bool:
         and channel.is_open
         and channel.size > 1
     )
-
-
-def call_info(
-    communicator: Communicator, label: str, fingerprint: int, nbytes: int, path: str
-) -> CallInfo:
-    """Return the description of a group's calls."""
-    return CallInfo(label, communicator.identity, communicator.members, fingerprint, nbytes, path)
 
 
 def _rest(steps: Iterator[int], arrays: BoundArrays) -> Generator[Any, None, Any]:

@@ -20,7 +20,6 @@ from syncvar.runtime.persistent_call import (
     NativeCallSpec,
     NativeLeaf,
     PersistentCall,
-    call_info,
     may_persist,
 )
 from syncvar.runtime.program_runner import agreed
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.reduce_ops import Reduction
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.program_runner import Arrays, SlotProgram
     from syncvar.shm.group_channel import GroupChannel
@@ -75,20 +75,19 @@ class ReduceForm(NamedTuple):
 
 
 def prepare_reduction(
-    communicator: Communicator, form: ReduceForm, label: str, fingerprint: int
+    communicator: Communicator, form: ReduceForm, spec: CollectiveSpec
 ) -> PreparedCall | None:
     """Build the persistent call of reductions, or return None if there is none.
 
     Args:
         communicator: The group.
         form: The arrays.
-        label: Text of the call, as on the slow path.
-        fingerprint: Its fingerprint, likewise.
+        spec: Description of the call, as on the slow path.
 
     Returns:
-        A function of (x, out, label, timeout). x is a native array of this dtype and shape, or a
-        `PyTree` of such arrays; `out` is None or anything. Its `label` is (text, fingerprint) of
-        this call, None for those given here. `timeout` is in seconds, None for the job's default;
+        A function of (x, out, spec, timeout). x is a native array of this dtype and shape, or a
+        `PyTree` of such arrays; `out` is None or anything. Its `spec` describes this call, None
+        if it is the one given here. `timeout` is in seconds, None for the job's default;
         `is_seconds` must hold for it. The function returns the result, or None if it did nothing:
         take the slow path then.
     """
@@ -96,19 +95,17 @@ def prepare_reduction(
         return None
     assert communicator.channel is not None
     path = "shm small" if form.is_small else "shm"
-    info = call_info(communicator, label, fingerprint, sum(form.sizes), path)
+    info = communicator.call_info(spec, sum(form.sizes), path)
     program = ReduceProgram(communicator.channel, form)
     call = PersistentCall(communicator, info, program, is_timed=not form.is_small)
     return program.build_native(call) or call
 
 
-def prepare_barrier(
-    communicator: Communicator, label: str, fingerprint: int
-) -> PreparedCall | None:
+def prepare_barrier(communicator: Communicator, spec: CollectiveSpec) -> PreparedCall | None:
     """Build the persistent call of a barrier, a reduction of empty arrays, or return None."""
     kinds = [(reduction("sum", np.dtype(np.uint8)), [0])]
     form = ReduceForm(kinds, (0,), is_small=True, is_discarded=True)
-    return prepare_reduction(communicator, form, label, fingerprint)
+    return prepare_reduction(communicator, form, spec)
 
 
 class BoundReduce:

@@ -21,7 +21,6 @@ from syncvar.runtime.call_record import UNRECORDED
 from syncvar.runtime.persistent_call import (
     NativeCallSpec,
     PersistentCall,
-    call_info,
     may_persist,
 )
 from syncvar.runtime.request import stage_steps
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.block_transfer import Blocks, TransferLayout
-    from syncvar.runtime.communicator import CollectiveSpec, Communicator, PreparedCall
+    from syncvar.runtime.collective_spec import CollectiveSpec
+    from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.program_runner import SlotProgram
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 def prepare_move(
     communicator: Communicator,
-    request: CollectiveSpec,
+    spec: CollectiveSpec,
     layout: TransferLayout,
     front: Front,
     general: General | None,
@@ -53,7 +53,7 @@ def prepare_move(
 
     Args:
         communicator: The group.
-        request: Such a call, as on the slow path.
+        spec: Description of the call, as on the slow path.
         layout: Layout of the blocks.
         front: Function of (x, out) that returns the arrays of a call; None, or an error, for the
             slow path.
@@ -64,7 +64,7 @@ def prepare_move(
     if not may_persist(communicator):
         return None
     assert communicator.channel is not None
-    info = call_info(communicator, request.label, request.digest, layout.nbytes, "shm")
+    info = communicator.call_info(spec, layout.nbytes, "shm")
     program = MoveProgram(communicator.channel, layout, front, general)
     call = PersistentCall(communicator, info, program, is_timed=True)
     return program.build_native(call, example) or call

@@ -22,6 +22,7 @@ from syncvar.protocol.unreceived_messages import pack_counts
 from syncvar.runtime.active_requests import VERDICT_GRACE_S, StartedCalls, Verdicts
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.link_exchange import Flow
 from syncvar.runtime.p2p_requests import Answer, GetRequest, GetRequests, SentMessages
 from syncvar.runtime.state import Awaited, Core
@@ -206,7 +207,7 @@ class ProgressEngine(Core):
             self.check()
             question = GetRequest(peer, key, label, deadline, allowed)
             question.entry = self.recorder.begin(
-                CallInfo(label, -1, (), 0, 0, f"question to rank {peer}"), -1
+                CallInfo(CollectiveSpec(label), path=f"question to rank {peer}"), -1
             )
             self._questions.waiting.append(question)
             self.transport.wake()

@@ -42,6 +42,7 @@ from syncvar.runtime.call_record import (
     event_of,
     main_stack,
 )
+from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -179,7 +180,7 @@ class Recorder:
         self._note(label, ErrorFields(detail[:DETAIL_MAX]))
 
     def _note(self, label: str, error: ErrorFields) -> None:
-        entry = self.begin(CallInfo(label, NOWHERE, (), 0, 0, ""), NOWHERE)
+        entry = self.begin(CallInfo(CollectiveSpec(label)), NOWHERE)
         entry.state, entry.ended, entry.error = "noted", entry.began, error
 
     def refused(self, info: CallInfo, call: int, error: BaseException) -> None:

@@ -131,7 +131,6 @@ class Request:
         self.members = info.members
         self.call = entry.call
         self.fingerprint = info.fingerprint
-        self.label = info.label
         self.channel = channel
         self.links = links
         # No frame arrives for calls in shared memory, so they need polling.
@@ -158,6 +157,11 @@ class Request:
             channel.queue.append(self)
 
     # -- state, as the engine asks for it ----------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """The text of the call for people."""
+        return self.entry.info.spec.label
 
     @property
     def is_over(self) -> bool:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.call_record import PendingRecord
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Request
     from syncvar.runtime.sequence import SkippedRange
@@ -52,10 +53,13 @@ _log = logging.getLogger("syncvar")
 class Awaited(Protocol):
     """Something that a thread waits for: an operation, a remote get, or the first of several."""
 
-    label: str
     call: int
     entry: PendingRecord
     thread: int  # identity of the waiting thread; 0 for none
+
+    @property
+    def label(self) -> str:
+        """Its text for people."""
 
     @property
     def is_over(self) -> bool:
@@ -282,7 +286,7 @@ class Core(AdmissionState):
         finally:
             self._followers.remove(event)
 
-    def refuse_in_handler(self, name: str) -> None:
+    def refuse_in_handler(self, name: str | CollectiveSpec) -> None:
         """Raise UsageError in a signal handler that interrupted this thread in the engine.
 
         This thread drives or allocates memory, so no thread would progress the handler's call.

@@ -18,6 +18,7 @@ from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.block_transfer import NOTHING
 from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.state import send_queued
 
 if TYPE_CHECKING:
@@ -363,7 +364,7 @@ class _FirstEnded:
         self.thread = 0
         path = f"{len(operations)} started calls"
         self.entry = engine.recorder.begin(
-            CallInfo(self.label, self.call, (), 0, 0, path), self.call
+            CallInfo(CollectiveSpec(self.label), path=path), self.call
         )
 
     @property

@@ -16,8 +16,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError, error_line
 from syncvar.core.process_ids import rank_list
-from syncvar.runtime.call_record import CallFields, CallLabel, collective_of
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint, spec_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 LEFT = "left sv.uneven: "
 _LEFT_RUN = "left strategy.run inside sv.uneven: "
 _MEMBERSHIP = "membership of sv.uneven"
-_DIGEST = fingerprint(_MEMBERSHIP)
 _LAST = 1 << 40  # more membership all-reduces than a block has
 
 
@@ -71,7 +69,7 @@ class ActiveGroup:
         self._home = self._beside("calls")
         self._become(self._home)
 
-    def agree_on_members(self, name: str, timeout: float | None) -> None:
+    def agree_on_members(self, name: str | CollectiveSpec, timeout: float | None) -> None:
         """Make the membership all-reduce before call `name`; the active ranks then make it."""
         if self._block.is_over:
             raise UsageError(
@@ -83,13 +81,15 @@ class ActiveGroup:
             self._exchange_membership(name, timeout)
         self.calls += 1
 
-    def _exchange_membership(self, name: str, timeout: float | None) -> None:
-        collective = f"{collective_of(name)} inside sv.uneven"
-        description = CallLabel(f"{name} inside sv.uneven", CallFields(collective)), _DIGEST
+    def _exchange_membership(self, name: str | CollectiveSpec, timeout: float | None) -> None:
+        spec = CollectiveSpec(
+            f"{spec_of(name).collective} inside sv.uneven",
+            compared=_MEMBERSHIP,
+            text=lambda spec: f"{spec.shown[0]} inside sv.uneven",
+            shown=(name,),
+        )
         try:
-            bits = agree(
-                self._membership(), _MEMBERSHIP, "or", self._no_bits(), timeout, description
-            )
+            bits = agree(self._membership(), _MEMBERSHIP, "or", self._no_bits(), timeout, spec)
         except MismatchError as error:
             self._end_with(error)
             raise
@@ -124,10 +124,10 @@ class ActiveGroup:
         membership, bits = self._membership(), self._no_bits()
         own = membership.member_rank
         bits[own >> 6] = np.uint64(1) << np.uint64(own & 63)
-        description = "sv.uneven: its own loop has ended", _DIGEST
+        spec = CollectiveSpec("sv.uneven: its own loop has ended", compared=_MEMBERSHIP)
         work: Work = membership.perform(
             _MEMBERSHIP,
-            lambda: agreement_request(membership, _MEMBERSHIP, "or", bits, description),
+            lambda: agreement_request(membership, _MEMBERSHIP, "or", bits, spec),
             timeout,
             async_op=True,
         )

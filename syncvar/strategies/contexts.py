@@ -8,7 +8,7 @@ from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.pytree import children_of, is_structure, rebuild
-from syncvar.runtime.call_record import CallFields, CallLabel
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import CallContext
 from syncvar.variables.values import DistributedValues, PerReplica
@@ -109,8 +109,8 @@ class ReplicaContext(MigrationHintsMixin):
         """
         strategy = self._inside("merge_call")
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        label = CallLabel(f"merge_call({name})", CallFields("merge_call"))
-        meet(strategy.communicator, label, ("merge_call", name), strategy.timeout)
+        spec = CollectiveSpec("merge_call", options=(name,), shown=(name,))
+        meet(strategy.communicator, spec, strategy.timeout)
         stack = scope_stack()
         stack.append(ScopeEntry(strategy, CallContext.MERGE))
         try:

@@ -28,7 +28,8 @@ from syncvar.data.batches import (
 )
 from syncvar.data.dataset import Dataset
 from syncvar.protocol.fixed_records import ARRAY, InputRecord
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
+from syncvar.runtime.communicator import CheckedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -392,7 +393,7 @@ class DistributedIterator(MigrationHintsMixin):
             sides = mine.sides(is_global=self._feed.is_global)
             return is_unanimous(agree(strategy.communicator, _NEXT, "max", sides, strategy.timeout))
 
-        def check() -> CollectiveSpec:
+        def check() -> CheckedCall:
             assert error is not None
             raise error
 
@@ -403,9 +404,9 @@ class DistributedIterator(MigrationHintsMixin):
         strategy, is_global = self._feed.strategy, self._feed.is_global
         communicator = strategy.communicator
 
-        def check() -> CollectiveSpec:
+        def check() -> CheckedCall:
             body = exchange(communicator, mine.record())
-            return CollectiveSpec(_NEXT, fingerprint(_NEXT, is_global), body)
+            return CheckedCall(CollectiveSpec(_NEXT, options=(is_global,)), body)
 
         records = communicator.perform(_NEXT, check, strategy.timeout)
         headers = [BatchHeader.from_record(one) for one in records]
@@ -494,7 +495,8 @@ def _agreed_dataset(
 
     trace = None if error is None else error.__traceback__
     try:
-        meet(strategy.communicator, f"strategy.{method}", (method,), strategy.timeout, check)
+        spec = CollectiveSpec(f"strategy.{method}")
+        meet(strategy.communicator, spec, strategy.timeout, check)
     except Exception:
         if error is None:
             raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.migration_hints import unexpected_keyword
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import fingerprint
 from syncvar.strategies.base import Strategy
 from syncvar.variables.policy import VariableSynchronization
 from syncvar.variables.storage import shared_copy

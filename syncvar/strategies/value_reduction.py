@@ -20,29 +20,31 @@ from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (
+    LEAF,
     TreeDef,
     arrays_of,
     children_of,
-    describe,
     flatten,
     is_dataclass,
     rebuild,
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
-from syncvar.runtime.call_record import CallFields, CallLabel, collective_of
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Communicator
-    from syncvar.runtime.request import Stage
+    from syncvar.runtime.collective_spec import CollectiveSpec
+    from syncvar.runtime.communicator import CheckedCall, Communicator
+
+
+_CALL = "strategy.reduce"
+_SHOWN_ARRAYS = 4  # in labels
 
 
 class ReplicaGroup(Protocol):
@@ -119,7 +121,7 @@ class _Reduction(NamedTuple):
     """A replica's input to a reduction, and the function that makes the result of the sums."""
 
     op: str
-    name: str
+    options: tuple[str, tuple[int, ...] | None]  # op and axes as the caller gives them
     treedef: TreeDef
     arrays: list[NDArray[Any]]
     finish: Callable[[list[NDArray[Any]]], Any]
@@ -129,14 +131,27 @@ class _Reduction(NamedTuple):
     ) -> ReduceArgs:
         """Return the request that combines the arrays; its result is the value, or the arrays."""
         options = ReduceOptions(reproducible)
-        request = reduce_request(
-            communicator, self.arrays, self.op, name=self.name, options=options
+        request = reduce_request(communicator, self.arrays, self.op, name=_CALL, options=options)
+        body = request.then(self.finish if is_finished else list).body
+        spec = request.spec._replace(
+            op="",
+            structure=self.treedef,
+            options=(self.op, *self.options, *request.spec.options),
+            size=-1,
+            shown=self.options,
+            text=_label,
         )
-        finish = self.finish if is_finished else list
-        whole = _structured(request, finish, self.treedef, self.name, self.arrays)
-        return ReduceArgs(
-            whole.label, whole.digest, whole.body, self.op, is_entered=request.is_entered
-        )
+        if self.arrays:
+            spec = spec.with_array(self.arrays[0])
+        return ReduceArgs(spec, body, op=self.op, is_entered=request.is_entered)
+
+
+def _label(spec: CollectiveSpec) -> str:
+    op, axes = spec.shown
+    kinds = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in spec.kinds[:_SHOWN_ARRAYS])
+    more = ", …" if len(spec.kinds) > _SHOWN_ARRAYS else ""
+    inside = "" if spec.structure == LEAF else f" in {spec.tree}"
+    return f"{spec.collective}({op}, axis={axes}) of {kinds}{more}{inside}"
 
 
 def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -155,7 +170,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
             prepared = _prepare(reduce_op, value, axis)
     form = None if prepared is None else form_of(prepared.arrays)
     if prepared is not None and form is not None:
-        key = (prepared.name, prepared.treedef, reproducible, form.dtype, form.shape)
+        key = (_CALL, prepared.options, prepared.treedef, reproducible)
         make = partial(prepared.request, communicator, reproducible=reproducible, is_finished=False)
         sums = call_persistent(
             communicator, key, form, None, strategy.timeout, lambda _x, _out: make()
@@ -164,7 +179,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
             with quiet():
                 return prepared.finish(sums)
     return communicator.perform(
-        "strategy.reduce",
+        _CALL,
         lambda: _prepare(reduce_op, value, axis).request(communicator, reproducible=reproducible),
         strategy.timeout,
     )
@@ -180,7 +195,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
     can_cache = communicator.channel is not None and isinstance(reduce_op, str)
     form = form_of(value) if can_cache else None
     if form is not None:
-        key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
+        key = (_CALL, reduce_op, reproducible)
         public = None if reproducible else _elementwise_native
         result = call_persistent(
             communicator,
@@ -194,7 +209,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
         )
         if result is not None:
             return result
-    return communicator.perform("strategy.reduce", request_of, timeout)
+    return communicator.perform(_CALL, request_of, timeout)
 
 
 _elementwise_native = native_dispatch(second="reduce_op", positions=2)(_elementwise)
@@ -211,11 +226,9 @@ def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
     def assemble(results: list[NDArray[Any]]) -> Any:
         return convert_back(part, unflatten(treedef, results, part))
 
-    name = CallLabel(
-        f"strategy.reduce({op.name}, axis={axes})", CallFields("strategy.reduce", op.name)
-    )
+    options = op.name, axes
     if axes is None:
-        return _Reduction(op.value, name, treedef, arrays, assemble)
+        return _Reduction(op.value, options, treedef, arrays, assemble)
     own_axes = [_normalized(axes, array.ndim) for array in arrays]
     pairs = list(zip(arrays, own_axes, strict=True))
     parts = [_reduce_along(op.value, array, along) for array, along in pairs]
@@ -225,7 +238,7 @@ def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
         return assemble([np.asarray(one, dtype) for one, dtype in zip(sums, dtypes, strict=True)])
 
     if op is not ReduceOp.MEAN:
-        return _Reduction(op.value, name, treedef, parts, finish)
+        return _Reduction(op.value, options, treedef, parts, finish)
     counts = [np.asarray(_count(array, along)) for array, along in pairs]
 
     def means(sums: list[NDArray[Any]]) -> Any:
@@ -233,7 +246,7 @@ def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
         # The mean of no element is NaN.
         return finish([np.asarray(total / n) for total, n in zip(totals, numbers, strict=True)])
 
-    return _Reduction("sum", name, treedef, [*parts, *counts], means)
+    return _Reduction("sum", options, treedef, [*parts, *counts], means)
 
 
 def gather_values(
@@ -241,7 +254,7 @@ def gather_values(
 ) -> Any:
     """Concatenate a value or pytree over replicas, in their order, along `axis`."""
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         part = local_part(value)
         if any(as_array(leaf).ndim == 0 for leaf in flatten(part)[1]):
             raise ConfigError(
@@ -249,37 +262,9 @@ def gather_values(
                 "np.reshape(x, (1,))"
             )
         request = gather_request(communicator, part, axis=axis, name=name)
-        body = request.body
-
-        def run() -> Generator[Stage, None, Any]:
-            return convert_back(part, (yield from body))
-
-        return CollectiveSpec(request.label, request.digest, run())
+        return request.then(partial(convert_back, part))
 
     return communicator.perform(name, check, timeout)
-
-
-def _structured(
-    request: CollectiveSpec, finish: Any, treedef: TreeDef, name: str, parts: list[NDArray[Any]]
-) -> CollectiveSpec:
-    """Return the request with `finish` applied, and the treedef in signature and description."""
-    body = request.body
-
-    def run() -> Generator[Stage, None, Any]:
-        return finish((yield from body))
-
-    digest = request.digest ^ (fingerprint("structure", treedef) & ((1 << 64) - 1))
-    shapes = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4])
-    shapes += ", …" if len(parts) > 4 else ""
-    inside = "" if treedef.kind == "leaf" else f" in {describe(treedef)}"
-    text = f"{name} of {shapes}{inside}"
-    collective = collective_of(name) if isinstance(name, CallLabel) else text
-    fields = CallFields(collective)
-    if parts:
-        first = parts[0]
-        dtype = first.dtype.name
-        fields = CallFields(collective, "", dtype, first.shape, first.size, first.nbytes)
-    return CollectiveSpec(CallLabel(text, fields), digest, run())
 
 
 def _checked_axes(axis: Any) -> tuple[int, ...] | None:

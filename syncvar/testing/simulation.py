@@ -19,7 +19,7 @@ from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.request_client import Client
 from syncvar.parameter_server.server_machine import Server
 from syncvar.protocol.frame import HEADER_NBYTES, parse_header
-from syncvar.runtime.communicator import CollectiveSpec, Communicator
+from syncvar.runtime.communicator import CheckedCall, Communicator
 from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.runtime.request import RequestState
 from syncvar.transports.base import Frame
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
     from syncvar.parameter_server.request_client import RequestBuilder, Ticket
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.link_exchange import LinkExchange
     from syncvar.runtime.request import Request
 
@@ -94,10 +95,10 @@ class Simulation:
 
         Args:
             make: Function of a rank and its group that calls one collective of that group, or
-                returns a `CollectiveSpec`.
+                returns a `CheckedCall`.
         """
         for rank, communicator in enumerate(self._groups):
-            request: CollectiveSpec = make(rank, Group(communicator))
+            request: CheckedCall = make(rank, Group(communicator))
             number = len(self._calls[rank])
             self._calls[rank].append(communicator.operation(number, request))
 
@@ -232,8 +233,8 @@ class _Recorder(Communicator):
 
     def perform(
         self,
-        name: str,
-        check: Callable[[], CollectiveSpec],
+        name: str | CollectiveSpec,
+        check: Callable[[], CheckedCall],
         timeout: float | None = None,
         *,
         async_op: bool = False,

@@ -21,7 +21,8 @@ from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.variables.policy import (
     AccessKind,
     Action,
@@ -197,7 +198,7 @@ def agree_on_variable(
     namespace = "NONE" if is_local else communicator.members
     names = _names(namespace)
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         if checked is None:
             raise failure or InternalError("the arguments were neither checked nor rejected")
         return _create_request(owner, names.free(checked.base), checked, own=own)
@@ -392,7 +393,7 @@ def _names(namespace: Any) -> Names:
 
 def _create_request(
     owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
-) -> CollectiveSpec:
+) -> CheckedCall:
     """Return the request that compares the arguments and gives every replica the chief's value.
 
     Its result is (value, replicas whose initial bytes differ from the chief's).
@@ -444,7 +445,9 @@ def _create_request(
             )
         return result, differ
 
-    return CollectiveSpec(f"create variable {mine.name!r}", fingerprint("create variable"), body())
+    # The name is compared in the call, which explains a difference better.
+    spec = CollectiveSpec(f"create variable {mine.name!r}", compared="create variable")
+    return CheckedCall(spec, body())
 
 
 def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:

@@ -26,8 +26,8 @@ from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.state import send_queued
 
 if TYPE_CHECKING:
@@ -239,10 +239,12 @@ class WriteQueue:
         self.begin()
         self._resets, self._broken = resets + 1, error
 
-    def _request(self) -> CollectiveSpec:
+    def _request(self) -> CheckedCall:
         waiting = list(self._waiting)
-        label = CallLabel(f"{_CALL} ({len(waiting)})", CallFields(_CALL))
-        return CollectiveSpec(label, fingerprint(_CALL), self._body(waiting))
+        spec = CollectiveSpec(
+            _CALL, text=lambda spec: f"{spec.collective} ({spec.shown[0]})", shown=(len(waiting),)
+        )
+        return CheckedCall(spec, self._body(waiting))
 
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
         sent, calls, mine = self._sent, self.calls, self._prefix(waiting)

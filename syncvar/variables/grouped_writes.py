@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,8 @@ from syncvar.collectives.buckets import owns_itself, reduce_together
 from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import reduction
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
 from syncvar.runtime.shm_reduce import is_direct
 from syncvar.variables.create import VariableSpec, agree_on_variable
@@ -302,12 +302,12 @@ class FlatBucket:
         self._communicator, self._channel = communicator, communicator.channel
         names = tuple([state.name for state in states])
         staging = self._staging
-        self._label = _label(name, names)
-        self._digest = fingerprint(name, names, shapes, staging.dtype.name, op, owner.reproducible)
+        kinds = tuple([(staging.dtype.name, shape) for shape in shapes])
+        self._spec = _spec(name, names, kinds, (op,), reproducible=owner.reproducible)
         rule = reduction_of(staging, op)
         is_small = is_direct(staging.size * rule.accumulate.itemsize, communicator.size)
         form = ReduceForm([(rule, [0])], staging.shape, is_small, apply=ufunc)
-        self._call = prepare_reduction(communicator, form, self._label, self._digest)
+        self._call = prepare_reduction(communicator, form, self._spec)
 
     @staticmethod
     def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:
@@ -374,7 +374,7 @@ class FlatBucket:
         """Make the checked write by the same call."""
         owner = self._owner
 
-        def check() -> CollectiveSpec:
+        def check() -> CheckedCall:
             for number, part in enumerate(self._parts):
                 part[...] = operand(number)
             options = ReduceOptions(owner.reproducible, apply=self._ufunc)
@@ -385,7 +385,7 @@ class FlatBucket:
                 out=self._gather_copies(),
                 options=options,
             )
-            return CollectiveSpec(self._label, self._digest, request.body)
+            return CheckedCall(self._spec, request.body)
 
         if not self._turn.acquire(blocking=False):
             refuse_overlap(owner.communicator, name)
@@ -484,7 +484,7 @@ class GroupedWrite:
             )
         return found
 
-    def _request(self) -> CollectiveSpec:
+    def _request(self) -> CheckedCall:
         """Return the request that writes the variables, one transfer for each dtype and op."""
         owner, ops, apply = self._owner, self._ops, UFUNCS[self._operation]
         arrays = [self._operand(number) for number in range(len(self._states))]
@@ -499,8 +499,8 @@ class GroupedWrite:
             rules = [reduction(ops[0], dtypes[0])] * len(arrays)
         else:
             rules = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
-        shapes = tuple([array.shape for array in arrays])
-        kinds = shapes, tuple([rule.source for rule in rules]), tuple(ops)
+        kinds = tuple([(rule.source, x.shape) for rule, x in zip(rules, arrays, strict=True)])
+        spec = _spec(self._name, names, kinds, tuple(ops), reproducible=owner.reproducible)
 
         def body() -> Generator[Stage, None, None]:
             yield from reduce_together(
@@ -512,19 +512,21 @@ class GroupedWrite:
                 no_overlap=no_overlap,
             )
 
-        digest = _signature(self._name, names, kinds, owner.reproducible)
-        return CollectiveSpec(_label(self._name, names), digest, body())
+        return CheckedCall(spec, body())
 
 
-@lru_cache(maxsize=64)
-def _signature(*parts: Any) -> int:
-    """Return the signature of a grouped write, cached because programs repeat the same ones."""
-    return fingerprint(*parts)
-
-
-def _label(name: str, names: tuple[str, ...]) -> str:
+def _spec(
+    name: str,
+    names: tuple[str, ...],
+    kinds: tuple[tuple[str, tuple[int, ...]], ...],
+    ops: tuple[str, ...],
+    *,
+    reproducible: bool,
+) -> CollectiveSpec:
+    """Return the description of a grouped write of variables of these names and kinds."""
     more = f", … ({len(names)} variables)" if len(names) > 3 else ""
-    return f"{name} of {', '.join(map(repr, names[:3]))}{more}"
+    label = f"{name} of {', '.join(map(repr, names[:3]))}{more}"
+    return CollectiveSpec(label, reproducible=reproducible, kinds=kinds, options=(names, ops))
 
 
 def _op(action: Action) -> str:

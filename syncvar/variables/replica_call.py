@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
-from syncvar.collectives.dispatch import call_persistent
+from syncvar.collectives.dispatch import call_persistent, key_of
 from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange
@@ -16,8 +16,8 @@ from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import quiet
 from syncvar.protocol.fixed_records import array_record
-from syncvar.runtime.call_record import CallFields, CallLabel
-from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.request import Stage
 from syncvar.variables.policy import Action, Effect, Travel, VariableAggregation
 from syncvar.variables.storage import digest_of
@@ -52,7 +52,7 @@ def request_of(
     *,
     out: NDArray[Any] | None = None,
     apply: np.ufunc | None = None,
-) -> CollectiveSpec:
+) -> CheckedCall:
     """Return the request that carries `x`; its result combines the inputs of all replicas."""
     action, communicator, label, hint, reproducible = access
     travel = action.travel
@@ -69,14 +69,14 @@ def request_of(
     raise InternalError(f"{label}: no request carries {travel}")
 
 
-def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CollectiveSpec:
+def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CheckedCall:
     """Return the request that carries rows; its result is (copy to change, rows to apply)."""
     action, communicator, label, hint, reproducible = access
     travel = action.travel
     copy, rows = x
     inputs: Any = {"indices": rows.indices, "values": rows.values}
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
-        request: CollectiveSpec = gather_request(communicator, inputs, name=label)
+        request: CheckedCall = gather_request(communicator, inputs, name=label)
     elif travel is Travel.FIRST_ROWS:
         mine = inputs if communicator.rank == 0 else None
         request = broadcast_request(communicator, mine, root=communicator.present[0], name=label)
@@ -98,12 +98,12 @@ def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) ->
             together["indices"], together["values"]
         )
 
-    return CollectiveSpec(request.label, request.digest, body())
+    return CheckedCall(request.spec, body())
 
 
 def _same_request(
     communicator: Communicator, x: NDArray[Any], label: str, hint: str
-) -> CollectiveSpec:
+) -> CheckedCall:
     """Return the request that compares the digests of all inputs; its result is `x`."""
     record = array_record(x, digest_of(x))
 
@@ -119,12 +119,17 @@ def _same_request(
             )
         return x
 
-    return CollectiveSpec(_same_label(label, x), fingerprint("same", label), body())
+    return CheckedCall(_same_spec("same", label, x), body())
 
 
-def _same_label(label: str, x: NDArray[Any]) -> CallLabel:
-    text = f"{label}(same on all replicas, {x.dtype.name}{list(x.shape)})"
-    return CallLabel(text, CallFields(label, "", x.dtype.name, x.shape, x.size, x.nbytes))
+def _same_spec(kind: str, label: str, x: NDArray[Any]) -> CollectiveSpec:
+    """Return the description of a call that compares the inputs, by a method named `kind`."""
+    spec = CollectiveSpec(label, options=(kind,), is_uniform=False, text=_same_label)
+    return spec.with_array(x)
+
+
+def _same_label(spec: CollectiveSpec) -> str:
+    return f"{spec.collective}(same on all replicas, {spec.array})"
 
 
 def is_compared_first(communicator: Communicator) -> bool:
@@ -140,8 +145,7 @@ def equality_request(communicator: Communicator, x: NDArray[Any], label: str) ->
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
     return TransferArgs(
-        _same_label(label, x),
-        fingerprint("alike", label),
+        _same_spec("alike", label, x),
         gathered_layout(digest, 0, size, rank),
         arrange=lambda: gathered_blocks(digest, None, size, rank),
         finish=lambda result: bool((result == digest).all()),
@@ -154,10 +158,13 @@ def are_equal(
     communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
     """Return the result of `equality_request` by a cached call; None if nothing was done."""
-    key = "all_gather", "alike", label
-    if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
+    key, digest, known = (
+        ("alike", label),
+        np.array([digest_of(x)], np.uint64),
+        communicator.prepared_calls,
+    )
+    if key_of(key, digest) not in known and len(known) >= _ALIKE_MAX:
         return None
-    digest = np.array([digest_of(x)], np.uint64)
     found = call_persistent(
         communicator,
         key,
@@ -169,12 +176,12 @@ def are_equal(
     return None if found is None else bool((found == digest).all())
 
 
-def _meeting_request(communicator: Communicator, x: NDArray[Any], label: str) -> CollectiveSpec:
+def _meeting_request(communicator: Communicator, x: NDArray[Any], label: str) -> CheckedCall:
     def body() -> Generator[Stage, None, NDArray[Any]]:
         yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
         return x
 
-    return CollectiveSpec(label, fingerprint("meet", label), body())
+    return CheckedCall(CollectiveSpec(label, options=("meet",)), body())
 
 
 def combine(

@@ -21,7 +21,8 @@ from syncvar.collectives.stage_builders import exchange_bytes, gather_bytes
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import CollectiveSpec, Communicator, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.variables.storage import (
     BLOCK_BYTES,
     block_bytes,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
+    from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import RegistryEntry, VariableState
@@ -134,17 +136,14 @@ def compare(
     mine = combined(digests)
     # The largest and the smallest are equal exactly if all are.
     sides = np.array([mine, mine ^ _MASK], np.uint64)
-    description = label, fingerprint(label)
-    most, least = agree(
-        communicator, _COMPARISON, "max", sides, owner.timeout, description
-    ).tolist()
+    spec = CollectiveSpec(label)
+    most, least = agree(communicator, _COMPARISON, "max", sides, owner.timeout, spec).tolist()
     if most != least ^ _MASK:
         label += ", part by part"
 
-        def request() -> CollectiveSpec:
-            return CollectiveSpec(
-                label, fingerprint(label), _find_mismatch(communicator, pairs, digests)
-            )
+        def request() -> CheckedCall:
+            body = _find_mismatch(communicator, pairs, digests)
+            return CheckedCall(CollectiveSpec(label), body)
 
         found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
         for entry, _ in pairs:
@@ -290,9 +289,10 @@ def check_equal(
         if count % every:
             return False
 
-    def request() -> CollectiveSpec:
+    def request() -> CheckedCall:
         arrays = [NamedArray(place, array) for place, array in _named_arrays(value, name)]
-        return CollectiveSpec(_CALL, fingerprint(_CALL, name), _compare(communicator, arrays, name))
+        spec = CollectiveSpec(_CALL, options=(name,))
+        return CheckedCall(spec, _compare(communicator, arrays, name))
 
     communicator.perform(_CALL, request, timeout)
     return True

@@ -37,6 +37,7 @@ from syncvar._native import CopyGuard
 from syncvar.collectives.shm_arrays import SharedArraySpec, memory_in_common
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import SharedMemoryFull, UsageError, error_message
+from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ BLOCK_BYTES = 1 << 16
 _SHORT_BYTES = 4096  # longer arrays: the digest of the digests of blocks, ten times as fast
 _WORDS = BLOCK_BYTES // 8
 _MASK = (1 << 64) - 1
+_COMMIT = "write a shared copy"
 _count = sys.getrefcount
 _log = logging.getLogger("syncvar")
 
@@ -309,10 +311,10 @@ def write_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[No
     try:
         yield
         # All replicas have computed the new values, so nobody needs the old ones.
-        meet(owner.communicator, "write a shared copy", ("shared copy", "ready"), owner.timeout)
+        meet(owner.communicator, CollectiveSpec(_COMMIT, options=("ready",)), owner.timeout)
         for storage in shared:
             storage.commit()
-        meet(owner.communicator, "write a shared copy", ("shared copy", "written"), owner.timeout)
+        meet(owner.communicator, CollectiveSpec(_COMMIT, options=("written",)), owner.timeout)
     finally:
         for storage in shared:
             storage.end()
@@ -329,7 +331,7 @@ def shared_copy(
     if size == 1 or context.shm is None:
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))
     content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    wanted = SharedArraySpec("share a copy", (), value.nbytes, content)
+    wanted = SharedArraySpec(CollectiveSpec("share a copy"), value.nbytes, content)
     found = memory_in_common(context, on_host, "share a copy", lambda: wanted, timeout)
     if isinstance(found, SharedMemoryFull):
         if rank == 0:

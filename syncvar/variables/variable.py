@@ -14,6 +14,7 @@ from syncvar._native.constants import StoreResult
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.variables import variable_reads, variable_writes
 from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
@@ -449,7 +450,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
                 )
 
         label = f"pin variable {self.name!r} to {mode}"
-        meet(owner.communicator, label, ("pin", self.name, mode), owner.timeout, check)
+        meet(owner.communicator, CollectiveSpec(label), owner.timeout, check)
         if mode == (state.pace if state.is_pinned else None):
             return
         state.is_pinned = mode is not None

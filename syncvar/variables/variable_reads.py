@@ -29,7 +29,7 @@ from syncvar.variables.variable_state import cached_reads, copy_key, read_only
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import CollectiveSpec
+    from syncvar.runtime.communicator import CheckedCall
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
 
@@ -163,7 +163,7 @@ def combine_with_absent(
     owner, namespace, name = state.owner, state.namespace, state.name
     communicator = owner.communicator
 
-    def check() -> CollectiveSpec:
+    def check() -> CheckedCall:
         return gather_request(communicator, mine[np.newaxis], name=label)
 
     gathered = communicator.perform(label, check, owner.timeout)

@@ -20,7 +20,7 @@ from syncvar._native.constants import WRITES_PER_DECISION, StoreResult
 from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import fingerprint
 from syncvar.variables.create import share_of
 from syncvar.variables.deferred_writes import WriteQueue, queue_of
 from syncvar.variables.policy import (

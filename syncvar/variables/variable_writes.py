@@ -11,7 +11,7 @@ from syncvar._native.constants import StoreResult
 from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
 from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet, reduction
-from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.collective_spec import fingerprint
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,

@@ -26,7 +26,7 @@ def trained(count, timeout, weighted):
 for count in (5, 5000, 300_000):
     for weighted in (False, True):
         short, found = trained(count, None, weighted)
-        assert [key[1] for key in found if key[3] == (count + 3 + weighted,)] == ["sum" if weighted else "mean"], found
+        assert [key[1] for key in found if key[-1] == (count + 3 + weighted,)] == ["sum" if weighted else "mean"], found
         long, _ = trained(count, 30.0, weighted)
         assert short == long, (count, weighted)
         assert sv.all_gather_object(short) == [short] * sv.world_size()

@@ -25,7 +25,8 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.active_requests import StartedCalls
 from syncvar.runtime.call_record import CallInfo, PendingRecord
-from syncvar.runtime.communicator import CollectiveSpec, Communicator
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall, Communicator
 from syncvar.runtime.progress import ProgressEngine
 from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.runtime.request import Request, Stage
@@ -85,7 +86,7 @@ def barrier_operation(engine, call):
         return call
 
     return Communicator(0, (0, 1), engine.recorder, engine).operation(
-        call, CollectiveSpec(f"barrier {call}", 11, body())
+        call, CheckedCall(CollectiveSpec(f"barrier {call}"), body())
     )
 
 
@@ -147,7 +148,9 @@ def test_a_failure_from_another_thread_ends_a_call_that_is_in_a_step():
         assert goes_on.wait(50)
         yield 1
 
-    operation = Request(PendingRecord(CallInfo("a call", 0, (0, 1), 11, 0, ""), 0, 0), steps())
+    operation = Request(
+        PendingRecord(CallInfo(CollectiveSpec("a call"), 0, (0, 1), 11), 0, 0), steps()
+    )
     driver = threading.Thread(target=operation.advance)
     driver.start()
     assert began.wait(50)

@@ -7,24 +7,23 @@ import pytest
 from syncvar.collectives.collective_registry import COLLECTIVES
 from syncvar.runtime.call_record import (
     BUS_FACTORS,
-    CallFields,
     CallInfo,
-    CallLabel,
     Totals,
     bus_factor,
     size_class,
     size_of,
 )
+from syncvar.runtime.collective_spec import CollectiveSpec, spec_of
 from syncvar.runtime.recorder import RING, Recorder, RecordIdentity
 from syncvar_launcher.job.job_files import merge_totals, read_totals, totals_table
 
 
 def told(what, nbytes=0, members=(0, 1), path="shm", group=0):
-    return CallInfo(what, group, members, 1, nbytes, path)
+    return CallInfo(spec_of(what), group, members, 1, nbytes, path)
 
 
 def label(collective, op="", size=-1):
-    return CallLabel(f"{collective}(...)", CallFields(collective, op, size=size))
+    return CollectiveSpec(collective, op, size=size, text=lambda spec: f"{spec.collective}(...)")
 
 
 @pytest.mark.parametrize(

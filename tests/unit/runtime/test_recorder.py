@@ -15,11 +15,12 @@ from syncvar.cli.record_files import as_record, load
 from syncvar.core.errors import MismatchError, PeerLost, UsageError, error_line
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.call_record import UNRECORDED, CallInfo, ErrorFields
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.recorder import RING, Recorder
 from syncvar.testing import run_ranks
 from tests.support.launching import await_true
 
-TOLD = CallInfo("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "shm small")
+TOLD = CallInfo(CollectiveSpec("all_reduce(sum, float32[2])"), 3, (0, 1), 77, 8, "shm small")
 
 
 def in_file(folder):

@@ -7,7 +7,8 @@ import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
 from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, ScheduleArgs, Send
-from syncvar.runtime.communicator import CollectiveSpec
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.request import Stage
 from syncvar.testing import Simulation
 from tests.verification.schedules.collective_contracts import contract_of
@@ -89,7 +90,7 @@ def simulate_symbols(seed):
                 works[rank][...] = UNKNOWN
                 yield Stage(plan, works[rank], symbols.combine, send_buffer=brought[rank])
 
-        return CollectiveSpec(f"{collective} by {algorithm}", 99, body())
+        return CheckedCall(CollectiveSpec(f"{collective} by {algorithm}"), body())
 
     world = Simulation(
         n,
@@ -242,7 +243,7 @@ def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
             )
             return work
 
-        return CollectiveSpec("sends its own buffer", 1, body())
+        return CheckedCall(CollectiveSpec("sends its own buffer"), body())
 
     wrong = 0
     for seed in range(50):
