@@ -48,9 +48,8 @@ class CollectiveSpec(NamedTuple):
     peer: int = -1  # world rank of the other end of a message
     tag: int = -1
     step: int = 0  # step of an optimizer; compared too
-    is_uniform: bool = (
-        True  # whether ranks compare dtype and shape here, and not in the call itself
-    )
+    # Whether ranks compare dtype and shape here, and not in the call itself
+    is_uniform: bool = True
     compared: str = ""  # what the ranks compare in place of the fields; empty for the fields
     shown: tuple[object, ...] = ()  # what the label has in parentheses
     text: Callable[[CollectiveSpec], str] | None = None  # returns another label
