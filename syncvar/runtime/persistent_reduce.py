@@ -210,8 +210,12 @@ class ReduceProgram:
 
         It has copied a small input, which may have changed since.
         """
-        x = output if self.form.is_small else x
-        if self.form.pytree is None:
+        form = self.form
+        if form.is_small and self.nothing is None:
+            x = output
+        elif x is None:  # only its form matters
+            x = np.empty(form.shape, form.kinds[0][0].result)
+        if form.pytree is None:
             return BoundReduce(self, (output,), [self._part(x, output)])
         return BoundReduce(self, output, self._parts(list(x), output))
 

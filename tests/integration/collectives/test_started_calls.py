@@ -235,3 +235,23 @@ def test_a_rank_that_waits_in_another_call_continues_its_started_one(runner):
             assert made.tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
 
     world(2, fn, runner)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_rank_without_result_brings_its_input_after_a_call_that_the_engine_has_ended(runner):
+    met = threading.Barrier(2)
+
+    def fn():
+        rank = sv.rank()
+        for _ in range(3):
+            sv.reduce(np.ones(3), root=0)
+        if rank:
+            work = sv.reduce(np.ones(3), root=0, async_op=True)
+            current().engine.adopt()
+        met.wait(60.0)
+        made = work.wait() if rank else sv.reduce(np.ones(3), root=0)
+        works = [sv.reduce(np.full(3, 1.0 + rank + turn), async_op=True) for turn in range(4)]
+        return [None if one is None else one.tolist() for one in (made, *(w.wait() for w in works))]
+
+    sums = [[2.0] * 3, *([3.0 + 2 * turn] * 3 for turn in range(4))]
+    assert world(2, fn, runner) == [sums, [None] * 5]
