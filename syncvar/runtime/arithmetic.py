@@ -169,6 +169,9 @@ def combine(
     terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False
 ) -> None:
     """Combine arrays by the tree into `out`, which may be the first; with `hold` keep the GIL."""
+    if len(terms) == 2 and not hold:
+        combine_two(ufunc, terms[0], terms[1], out)
+        return
     values = list(terms)
     for left, right in _order(len(terms)):
         if left == 0:

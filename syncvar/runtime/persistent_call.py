@@ -14,7 +14,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar._native import slot_call
-from syncvar.core.reduce_ops import quiet
+from syncvar.core.reduce_ops import quiet_caller
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo, site_of
 from syncvar.runtime.program_runner import DISAGREE, settled
@@ -100,6 +100,7 @@ class PersistentCall:
         self.channel: GroupChannel = communicator.channel
         self.engine: ProgressEngine = communicator.engine
         self.info, self.program, self.is_timed = info, program, is_timed
+        self._call_quietly = quiet_caller()  # overflow gives infinity, on all ranks
 
     def info_of(self, spec: CollectiveSpec | None) -> CallInfo:
         """Return the record's part of one repetition, which may have a description of its own."""
@@ -189,7 +190,7 @@ class PersistentCall:
     def _run(self, info: CallInfo, number: int, begin: int, arrays: BoundArrays) -> Request | None:
         """Run the program while spinning; return the request of the rest, None for no rest."""
         steps = self.program.run((number, check_of(info.fingerprint, number)), arrays)
-        need = _run_while_spinning(self.channel, steps, number)
+        need = self._call_quietly(_run_while_spinning, self.channel, steps, number)
         if need is None:
             if not arrays.inputs_differ:
                 return None
@@ -398,8 +399,7 @@ def _run_while_spinning(channel: GroupChannel, steps: Iterator[int], number: int
     """Run steps while spinning; return the publication to wait for, or None at the end."""
     wait = channel.hold if gil_monitor.is_alert and gil_monitor.holds() else channel.wait
     others, limit = channel.others, (number << 1) + 4
-    with quiet():  # overflow gives infinity, on all ranks
-        for need in steps:
-            if need == DISAGREE or not wait(others, need, limit):
-                return need
+    for need in steps:
+        if need == DISAGREE or not wait(others, need, limit):
+            return need
     return None

@@ -280,6 +280,8 @@ class SlotProgram:
         ring_bytes: int = 0,
     ) -> None:
         self.channel, self._parts, self._ring_bytes = channel, parts, ring_bytes
+        # By whether loops keep the GIL
+        self._loops: dict[bool, tuple[Copier, list[tuple[Copier, Any]]]] = {}
         # By the offsets of all slots: the memories of each part that are slots, else None.
         self._views: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -293,13 +295,23 @@ class SlotProgram:
 
     def run(self, arrays: Sequence[Arrays]) -> None:
         """Run the programs, after all ranks have written their slots."""
-        channel, copy = self.channel, copier()
+        channel, hold = self.channel, gil_monitor.holds()
+        copy, all_loops = self._loops.get(hold) or self._loops_now(hold)
         all_views = self._views_at(channel.slots_now(self._ring_bytes))
-        for (code, arithmetic, _), views, both in zip(self._parts, all_views, arrays, strict=True):
+        for (code, arithmetic, _), loops, views, both in zip(
+            self._parts, all_loops, all_views, arrays, strict=True
+        ):
             memories = memories_of(code, views, both, arithmetic.wire)
-            store, fold = storer(arithmetic, copy), folder(arithmetic)
+            store, fold = loops
             for _ in interpret(channel, code.steps, memories, copy, store, fold):
                 raise InternalError("a program of slots must not wait")
+
+    def _loops_now(self, hold: bool) -> tuple[Copier, list[tuple[Copier, Any]]]:  # noqa: FBT001
+        """Return the copier, and the store and the fold of each part; `hold` keeps the GIL."""
+        copy = copier()
+        loops = [(storer(one, copy), folder(one)) for _, one, _ in self._parts]
+        self._loops[hold] = copy, loops
+        return copy, loops
 
     def _views_at(self, slots: tuple[int, ...]) -> list[list[Any]]:
         found = self._views.get(slots)

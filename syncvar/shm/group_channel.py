@@ -204,9 +204,11 @@ class GroupChannel(ChannelState):
         """Return the ranks of the group whose check of this call differs."""
         words = self.words
         return tuple(
-            rank
-            for rank, entry in enumerate(self._entries)
-            if rank != self.rank and words[entry + CHECK + self.side_of(rank)] != check
+            [
+                rank
+                for rank, entry in enumerate(self._entries)
+                if rank != self.rank and words[entry + CHECK + self.side_of(rank)] != check
+            ]
         )
 
     def arrays(self) -> tuple[list[int], list[int]]:
