@@ -6,7 +6,7 @@ import svg
 
 PAGE = svg.HERE.parent / "internals.md"
 PATHS = [
-    ("all_reduce, first", "The first call with a dtype and a shape", "orange"),
+    ("all_reduce, first", "The first call of a group", "orange"),
     ("all_reduce, cached", "Each later call, in shared memory", "green"),
 ]
 STEP = re.compile(

@@ -277,7 +277,7 @@ def run(
     return steps
 
 
-def slot_call(spec: Any) -> Any:
+def native_call(spec: Any) -> Any:
     """Return a persistent call in C, or None if C cannot run it.
 
     `spec` is a `NativeCallSpec`, see `syncvar/runtime/persistent_call.py`.
@@ -285,7 +285,7 @@ def slot_call(spec: Any) -> Any:
     if _native is None:
         return None
     try:
-        return _native.SlotCall(spec)
+        return _native.NativeCall(spec)
     except ValueError:  # NumPy has no loop for this dtype and op, or there are too many ranks
         return None
 
@@ -362,7 +362,7 @@ def access(
         watch: Gate of the strategy for writes; None if nothing is compared.
         is_increment: It increments an AUTO variable.
     """
-    if _native is None or (kind == "Read" and type(call) is not _native.SlotCall):
+    if _native is None or (kind == "Read" and type(call) is not _native.NativeCall):
         return plain
     objects = {**scope._asdict(), **copy._asdict(), "plain": plain, "call": call, "watch": watch}
     form = [objects.pop(name) for name in ("dtype", "shape", "is_default")]

@@ -3,10 +3,12 @@
 
 typedef enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED } AsyncState;
 
+enum { POLL_ONCE = -1, SPIN_SHORT = 0 }; /* patience in nanoseconds */
+
 /* Invariant: while a call is BEGUN, it is the only entry of the channel's queue. No other call
  * publishes before it has ended, or the engine has adopted it. */
 typedef struct {
-    PyObject_HEAD SlotCall *call;
+    PyObject_HEAD NativeCall *call;
     PyObject *number, *begin, *timeout, *output, *site, *instruction, *operation;
     PyObject *input, *target; /* copy of blocks that are moved, else None; `out` of the caller */
     uint64_t check;
@@ -26,7 +28,7 @@ static void withdraw(AsyncCall *self) {
 /* Return whether the result of a call can be made now: the engine admits it, and its arrays have
  * not been changed. */
 static int may_end(const AsyncCall *self) {
-    const SlotCall *call = self->call;
+    const NativeCall *call = self->call;
     return self->state == BEGUN && is_quiet(call->engine) &&
            fit_still(call, &call->output, self->output, IN_ONE_PIECE | ALIGNED | WRITEABLE) &&
            (self->input == Py_None || fits(&call->input, self->input, IN_ONE_PIECE | ALIGNED));
@@ -38,8 +40,8 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
     AsyncCall *self = (AsyncCall *)object;
     if (self->state == ENDED) return 1;
     if (!may_end(self)) return 0;
-    SlotCall *call = self->call;
-    if (patience_ns == 0 && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
+    NativeCall *call = self->call;
+    if (patience_ns == SPIN_SHORT && call->channel->patience.shares_cores) patience_ns = YIELD_NS;
     if (!all_agree(call, self->check, patience_ns)) return 0;
     const char *const input = self->input == Py_None ? NULL : ((Array *)self->input)->data;
     finish(call, (int)call->channel->side, input, self->output);
@@ -55,7 +57,7 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
 /* Wait without the GIL until the others have entered. Meanwhile another thread may end the call.
  * Return -1 with an exception. */
 static int wait_async_call(const AsyncCall *self) {
-    SlotCall *call = self->call;
+    NativeCall *call = self->call;
     const int taken = self->state == BEGUN ? try_acquire(call->busy) : 0;
     if (taken <= 0) return taken;
     Py_BEGIN_ALLOW_THREADS all_agree(call, self->check, PATIENCE_NS);
@@ -65,7 +67,7 @@ static int wait_async_call(const AsyncCall *self) {
 
 /* Begin an asynchronous call through the slots. Return its `Work`, or None if nothing was done. The
  * input is copied now. */
-static PyObject *begin_small(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout,
+static PyObject *begin_small(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
                              PyObject *site, PyObject *instruction) {
     ChannelState *channel = self->channel;
     PyObject *input = NULL, *target = NULL, *work = NULL;
@@ -74,7 +76,7 @@ static PyObject *begin_small(SlotCall *self, PyObject *x, PyObject *out, PyObjec
     AsyncCall *begun = new_object(async_call_type);
     if (begun == NULL) goto given_up;
     int taken = 0;
-    begun->call = (SlotCall *)Py_NewRef((PyObject *)self);
+    begun->call = (NativeCall *)Py_NewRef((PyObject *)self);
     begun->timeout = Py_NewRef(timeout);
     begun->site = Py_NewRef(site);
     begun->instruction = Py_NewRef(instruction);
@@ -106,8 +108,7 @@ done:
     if (PyErr_Occurred()) {
         Py_CLEAR(work);
         if (taken) withdraw(begun);
-        if (begun->number == NULL &&
-            PyErr_ExceptionMatches(PyExc_Exception)) { /* as in run_slots */
+        if (begun->number == NULL && PyErr_ExceptionMatches(PyExc_Exception)) { /* as in run_call */
             PyErr_Clear();
             work = Py_NewRef(Py_None);
         }
@@ -125,8 +126,8 @@ given_up:
 
 /* Begin an asynchronous call, in Python if it is long or unusual. Return its `Work`, or None if
  * nothing was done. */
-PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
-                      PyObject *instruction) {
+PyObject *begin_call(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
+                     PyObject *site, PyObject *instruction) {
     PyObject *work =
         self->is_long ? Py_NewRef(Py_None) : begin_small(self, x, out, timeout, site, instruction);
     if (work != Py_None) return work;
@@ -139,10 +140,10 @@ static PyObject *async_call_end(PyObject *object, PyObject *arguments) {
     int waits;
     if (!PyArg_ParseTuple(arguments, "p", &waits)) return NULL;
     AsyncCall *const self = (AsyncCall *)object;
-    int ended = end_async_call(object, waits ? 0 : -1);
+    int ended = end_async_call(object, waits ? SPIN_SHORT : POLL_ONCE);
     if (ended == 0 && waits) {
         ended = wait_async_call(self);
-        if (ended > 0) ended = end_async_call(object, -1);
+        if (ended > 0) ended = end_async_call(object, POLL_ONCE);
     }
     if (ended < 0) return NULL;
     return ended ? result_of(self->call, self->output) : Py_NewRef(Py_None);
@@ -154,7 +155,7 @@ static PyObject *async_call_adopt(PyObject *object, PyObject *unused) {
     (void)unused;
     AsyncCall *self = (AsyncCall *)object;
     if (self->state != BEGUN) Py_RETURN_NONE;
-    SlotCall *call = self->call;
+    NativeCall *call = self->call;
     self->state = ADOPTED;
     call->channel->begun = NULL;
     Py_INCREF(object);

@@ -38,12 +38,12 @@ static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long
 
 /* Spin until all others have published `need`; with a negative patience poll once. Return whether
  * they have. */
-int have_come(ChannelState *channel, long long need, int64_t patience_ns) {
+int wait_for_others(ChannelState *channel, long long need, int64_t patience_ns) {
     Wait wait = wait_with(&channel->patience, channel->words + channel->abort_at, patience_ns);
     for (int other = 0; other < channel->size - 1; other++)
         while (!is_at(channel, channel->others[other], need))
             if (patience_ns < 0 || !may_look_again(&wait)) return 0;
-    has_come(&wait);
+    note_success(&wait);
     return 1;
 }
 

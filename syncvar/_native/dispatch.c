@@ -57,7 +57,7 @@ static Remembered **place_of_several(Entrance *self, PyObject *communicator, PyO
 
 /* Return the cached call of a value in a group (None: the world), or NULL. It must belong to the
  * job of this thread, and to the group as it is now. */
-static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *value) {
+static NativeCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *value) {
     const Array *form = (PyObject *)Py_TYPE(value) == array_type ? (const Array *)value : NULL;
     const int is_known = group == Py_None && self->changes == changes;
     PyObject *job = NULL, *communicator = self->world, *prepared_calls = self->prepared_calls;
@@ -70,9 +70,9 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
         form != NULL
             ? place_of(self, communicator, op, form->dtype, form->ndim, form->shape)
             : place_of_several(self, communicator, op, Py_TYPE(value), PyObject_Size(value));
-    SlotCall *found = NULL;
+    NativeCall *found = NULL;
     for (int which = 0; which < TOGETHER && found == NULL; which++) {
-        SlotCall *call = (SlotCall *)place[which];
+        NativeCall *call = (NativeCall *)place[which];
         if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator &&
             call->prepared_calls == prepared_calls &&
             (form != NULL ? call->leaf_count == 0 && fits(&call->input, value, 0)
@@ -95,7 +95,7 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
 
 /* Begin a cached call asynchronously; None if nothing was done. The call site becomes text only
  * when needed. If it is in this package, the Python function has to find the user's frame. */
-static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *array, PyObject *out,
+static PyObject *begin_remembered(Entrance *self, NativeCall *call, PyObject *array, PyObject *out,
                                   PyObject *timeout) {
     PyFrameObject *frame = PyEval_GetFrame();
     if (frame == NULL) Py_RETURN_NONE;
@@ -105,8 +105,7 @@ static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *arra
     const Py_ssize_t ours =
         file == NULL ? -1 : PyUnicode_Tailmatch(file, self->home, 0, PY_SSIZE_T_MAX, -1);
     if (ours >= 0)
-        made =
-            ours ? Py_NewRef(Py_None) : begin_slots(call, array, out, timeout, code, instruction);
+        made = ours ? Py_NewRef(Py_None) : begin_call(call, array, out, timeout, code, instruction);
     Py_DECREF(code);
     Py_XDECREF(instruction);
     Py_XDECREF(file);
@@ -152,11 +151,11 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
     PyTypeObject *const kind = array == NULL ? NULL : Py_TYPE(array);
     if ((PyObject *)kind == array_type || kind == &PyList_Type || kind == &PyTuple_Type ||
         kind == &PyDict_Type) {
-        SlotCall *call = find_call(self, group, op, array);
+        NativeCall *call = find_call(self, group, op, array);
         if (call != NULL && (has_input || ignores_input(call))) {
             Py_INCREF((PyObject *)call);
             result = later ? begin_remembered(self, call, array, out, timeout)
-                           : run_slots((PyObject *)call, array, out, Py_None, timeout);
+                           : run_call((PyObject *)call, array, out, Py_None, timeout);
             if (result == Py_None) {
                 Py_CLEAR(result); /* nothing was done */
             } else if (result != NULL && !later && call->nothing != Py_None) {
@@ -181,7 +180,7 @@ static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, siz
 }
 
 /* Cache a persistent call; the oldest entry of its set is evicted. */
-static void keep_call(Entrance *self, SlotCall *call) {
+static void keep_call(Entrance *self, NativeCall *call) {
     const Form *form = &call->input;
     PyObject *const communicator = (PyObject *)call->communicator;
     Remembered **place =
@@ -199,8 +198,8 @@ static void keep_call(Entrance *self, SlotCall *call) {
 static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     PyObject *op, *call, *prepared_calls;
     if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
-    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL) {
-        SlotCall *made = (SlotCall *)call;
+    if (Py_TYPE(call) == native_call_type && ((NativeCall *)call)->face == NULL) {
+        NativeCall *made = (NativeCall *)call;
         PyObject *before[] = {made->op, made->prepared_calls};
         made->op = Py_NewRef(op);
         made->prepared_calls = Py_NewRef(prepared_calls);
@@ -213,9 +212,9 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
 
 /* recall(call): cache a persistent call again after its eviction; ignore one never cached. */
 static PyObject *entrance_recall(PyObject *object, PyObject *call) {
-    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL &&
-        ((SlotCall *)call)->op != NULL)
-        keep_call((Entrance *)object, (SlotCall *)call);
+    if (Py_TYPE(call) == native_call_type && ((NativeCall *)call)->face == NULL &&
+        ((NativeCall *)call)->op != NULL)
+        keep_call((Entrance *)object, (NativeCall *)call);
     Py_RETURN_NONE;
 }
 

@@ -95,7 +95,7 @@ int intern_names(void);
     X(channel_state)                                                                               \
     X(program)                                                                                     \
     X(run)                                                                                         \
-    X(slot_call)                                                                                   \
+    X(native_call)                                                                                 \
     X(async_call) X(entrance) X(write) X(look) X(read) X(group) X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
@@ -335,7 +335,7 @@ static inline int may_look_again(Wait *wait) {
 }
 
 /* Record that the wait has succeeded. */
-static inline void has_come(Wait *wait) {
+static inline void note_success(Wait *wait) {
     if (wait->most >= 0 && wait->until == 0) note_looks(wait, 1);
 }
 
@@ -369,7 +369,7 @@ static inline Py_ssize_t entry_of(const ChannelState *channel, int rank) {
                : channel->others[(rank - channel->rank + channel->size) % channel->size - 1];
 }
 
-int have_come(ChannelState *channel, long long need, int64_t patience_ns);
+int wait_for_others(ChannelState *channel, long long need, int64_t patience_ns);
 
 /* -- programs ---------------------------------------------------------------------------------- */
 
@@ -424,7 +424,7 @@ int bind_vector(Run *self, const Span *input, const Span *output, int count,
 long long advance_run(Run *self, Py_ssize_t end);
 
 PyObject *note_change(PyObject *module, PyObject *unused);
-PyObject *run_slots(PyObject *slot_call, PyObject *x, PyObject *out, PyObject *said,
-                    PyObject *timeout);
+PyObject *run_call(PyObject *native_call, PyObject *x, PyObject *out, PyObject *said,
+                   PyObject *timeout);
 
 #endif

@@ -187,7 +187,7 @@ static uint64_t wait_until(End *self, const uint64_t *word, uint64_t need, int64
     uint64_t value;
     while ((value = seen(word)) < need)
         if (!may_look_again(&wait)) return value;
-    has_come(&wait);
+    note_success(&wait);
     return value;
 }
 

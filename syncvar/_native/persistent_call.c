@@ -5,7 +5,8 @@
 
 /* Return whether a call takes x and out. Set the array of each, or the tuple of several; the target
  * is None if `out` is. */
-int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **input, PyObject **target) {
+int accept(const NativeCall *self, PyObject *x, PyObject *out, PyObject **input,
+           PyObject **target) {
     const int read = IN_ONE_PIECE | ALIGNED, written = read | WRITEABLE;
     if (self->leaf_count == 0) {
         if (!fits(&self->input, x, read) || (out != Py_None && !fits(&self->output, out, written)))
@@ -23,12 +24,12 @@ int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **input, P
 }
 
 /* Return whether accepted arrays still fit: other threads may have changed them. */
-int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags) {
+int fit_still(const NativeCall *self, const Form *form, PyObject *arrays, int flags) {
     return self->leaf_count ? are_leaves(self, arrays, flags) : fits(form, arrays, flags);
 }
 
 /* Return the output: the target, or new arrays. */
-PyObject *make_result(const SlotCall *self, PyObject *target) {
+PyObject *make_result(const NativeCall *self, PyObject *target) {
     if (self->nothing != Py_None) return Py_NewRef(self->nothing);
     if (target != Py_None) return Py_NewRef(target);
     return self->leaf_count ? make_leaves(self)
@@ -36,14 +37,14 @@ PyObject *make_result(const SlotCall *self, PyObject *target) {
 }
 
 /* Return whether the result depends on slots only, not on the input. */
-int are_all_put(const SlotCall *self) {
+int are_all_put(const NativeCall *self) {
     int all = self->take_count == 0 && !self->is_long;
     for (int term = 0; term < self->term_count; term++) all = all && self->terms[term].rank >= 0;
     return all;
 }
 
 /* Return whether the call ignores the input: the rank only receives. */
-int ignores_input(const SlotCall *self) {
+int ignores_input(const NativeCall *self) {
     int nothing = self->put_count == 0 && !self->is_long;
     for (int take = 0; take < self->take_count; take++)
         nothing = nothing && self->takes[take].rank >= 0;
@@ -51,7 +52,7 @@ int ignores_input(const SlotCall *self) {
 }
 
 /* Return the caller's result: the array, the list of its parts, or the pytree. */
-PyObject *result_of(const SlotCall *self, PyObject *output) {
+PyObject *result_of(const NativeCall *self, PyObject *output) {
     if (self->leaf_count) return structure_of(self, output);
     if (self->parts == 0) return Py_NewRef(output);
     const Py_ssize_t rows = (Py_ssize_t)self->output.shape[0] / self->parts;
@@ -70,8 +71,8 @@ PyObject *result_of(const SlotCall *self, PyObject *output) {
 
 /* learn(sources, into_all, by_owners, last_side, program): add the program for a placement of long
  * vectors. The first one must be for copied inputs. */
-static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
-    SlotCall *self = (SlotCall *)object;
+static PyObject *native_call_learn(PyObject *object, PyObject *arguments) {
+    NativeCall *self = (NativeCall *)object;
     Known found = {0};
     unsigned long long sources;
     if (!PyArg_ParseTuple(arguments, "KppiO!", &sources, &found.into_all, &found.by_owners,
@@ -94,7 +95,7 @@ static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+static PyObject *native_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     const Py_ssize_t given = PyTuple_Size(arguments);
     if (given < 2 || given > 4 || keywords != NULL) {
         PyErr_SetString(PyExc_TypeError, "a persistent call takes (x, out, spec, timeout)");
@@ -102,18 +103,18 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
     }
     PyObject *spec = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
              *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
-    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), spec,
-                     timeout);
+    return run_call(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), spec,
+                    timeout);
 }
 
-/* begin(x, out, timeout, site): see begin_slots; `site` is the text of the call site. */
-static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
+/* begin(x, out, timeout, site): see begin_call; `site` is the text of the call site. */
+static PyObject *native_call_begin(PyObject *object, PyObject *arguments) {
     PyObject *x, *out, *timeout, *site;
     if (!PyArg_ParseTuple(arguments, "OOOO", &x, &out, &timeout, &site)) return NULL;
-    return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
+    return begin_call((NativeCall *)object, x, out, timeout, site, Py_None);
 }
 
-static int slot_call_clear(PyObject *object) {
+static int native_call_clear(PyObject *object) {
     forget((Remembered *)object);
     return clear_held(object);
 }
@@ -136,7 +137,7 @@ static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
 }
 
 /* Check that all copies stay within the slots and the arrays; there is no later check. */
-static int check_places(const SlotCall *self) {
+static int check_places(const NativeCall *self) {
     const Py_ssize_t slot = self->channel->side_bytes, input = in_slots(self, &self->input),
                      output = in_slots(self, &self->output);
     int good = 1;
@@ -166,15 +167,15 @@ static int check_places(const SlotCall *self) {
     return good;
 }
 
-/* SlotCall(spec): a `NativeCallSpec` of persistent_call.py, which explains the fields. */
-static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *unused) {
+/* NativeCall(spec): a `NativeCallSpec` of persistent_call.py, which explains the fields. */
+static PyObject *native_call_new(PyTypeObject *type, PyObject *arguments, PyObject *unused) {
     (void)unused;
     PyObject *spec, *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *kinds, *leaves;
     unsigned long long digest, detail;
-    if (!PyArg_ParseTuple(arguments, "O:SlotCall", &spec)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "O:NativeCall", &spec)) return NULL;
     PyObject *objects = PyObject_CallMethod(spec, "objects", NULL),
              *numbers = objects == NULL ? NULL : PyObject_CallMethod(spec, "numbers", NULL);
-    SlotCall *self = numbers == NULL ? NULL : new_holding(type, objects);
+    NativeCall *self = numbers == NULL ? NULL : new_holding(type, objects);
     Py_XDECREF(objects);
     if (self == NULL) {
         Py_XDECREF(numbers);
@@ -223,50 +224,51 @@ failed:
     return NULL;
 }
 
-static PyMemberDef slot_call_members[] = {
-    HELD(SlotCall, channel),
-    HELD(SlotCall, engine),
-    HELD(SlotCall, communicator),
-    HELD(SlotCall, busy),
-    HELD(SlotCall, queue),
-    HELD(SlotCall, add),
-    HELD(SlotCall, info),
-    HELD(SlotCall, call),
-    HELD(SlotCall, begun),
-    HELD(SlotCall, work),
-    HELD(SlotCall, gil_monitor),
-    HELD(SlotCall, nothing),
-    HELD(SlotCall, structure),
-    HELD(SlotCall, leaves_type),
-    HOLDS(SlotCall, make_arguments, "_make_arguments"),
-    HOLDS(SlotCall, leaf_arguments, "_leaf_arguments"),
-    HOLDS(SlotCall, kept_numbers, "_numbers"),
-    HOLDS(SlotCall, kept_leaves, "_leaves"),
-    HOLDS(SlotCall, kept_kinds, "_kinds"),
-    HOLDS(SlotCall, kept_room, "_room"),
-    HOLDS(SlotCall, face, "_face"),
-    HOLDS(SlotCall, op, "_op"),
-    HOLDS(SlotCall, prepared_calls, "_prepared_calls"),
-    HOLDS(SlotCall, input.dtype, "_brought"),
-    HOLDS(SlotCall, output.dtype, "_made"),
-    HOLDS(SlotCall, how.fold.owner, "_fold"),
-    HOLDS(SlotCall, how.divide.owner, "_divide"),
-    HOLDS(SlotCall, apply.owner, "_apply"),
-    HOLDS(SlotCall, known[0].program, "_first"),
-    HOLDS(SlotCall, known[1].program, "_second"),
-    HOLDS(SlotCall, known[2].program, "_third"),
-    HOLDS(SlotCall, known[3].program, "_fourth"),
+static PyMemberDef native_call_members[] = {
+    HELD(NativeCall, channel),
+    HELD(NativeCall, engine),
+    HELD(NativeCall, communicator),
+    HELD(NativeCall, busy),
+    HELD(NativeCall, queue),
+    HELD(NativeCall, add),
+    HELD(NativeCall, info),
+    HELD(NativeCall, call),
+    HELD(NativeCall, begun),
+    HELD(NativeCall, work),
+    HELD(NativeCall, gil_monitor),
+    HELD(NativeCall, nothing),
+    HELD(NativeCall, structure),
+    HELD(NativeCall, leaves_type),
+    HOLDS(NativeCall, make_arguments, "_make_arguments"),
+    HOLDS(NativeCall, leaf_arguments, "_leaf_arguments"),
+    HOLDS(NativeCall, kept_numbers, "_numbers"),
+    HOLDS(NativeCall, kept_leaves, "_leaves"),
+    HOLDS(NativeCall, kept_kinds, "_kinds"),
+    HOLDS(NativeCall, kept_room, "_room"),
+    HOLDS(NativeCall, face, "_face"),
+    HOLDS(NativeCall, op, "_op"),
+    HOLDS(NativeCall, prepared_calls, "_prepared_calls"),
+    HOLDS(NativeCall, input.dtype, "_brought"),
+    HOLDS(NativeCall, output.dtype, "_made"),
+    HOLDS(NativeCall, how.fold.owner, "_fold"),
+    HOLDS(NativeCall, how.divide.owner, "_divide"),
+    HOLDS(NativeCall, apply.owner, "_apply"),
+    HOLDS(NativeCall, known[0].program, "_first"),
+    HOLDS(NativeCall, known[1].program, "_second"),
+    HOLDS(NativeCall, known[2].program, "_third"),
+    HOLDS(NativeCall, known[3].program, "_fourth"),
     {NULL},
 };
 
-static PyMethodDef slot_call_methods[] = {
-    {"learn", slot_call_learn, METH_VARARGS, "Add the program for a placement of long vectors."},
-    {"begin", slot_call_begin, METH_VARARGS,
+static PyMethodDef native_call_methods[] = {
+    {"learn", native_call_learn, METH_VARARGS, "Add the program for a placement of long vectors."},
+    {"begin", native_call_begin, METH_VARARGS,
      "Begin an asynchronous call: (x, out, timeout, site)."},
     {NULL},
 };
 
-TYPE(SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
-     "A persistent call: call(x, out, spec, timeout).", {Py_tp_new, slot_call_new},
-     {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
-     {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held})
+TYPE(NativeCall, native_call, native_call_members, Py_TPFLAGS_HAVE_GC,
+     "A persistent call: call(x, out, spec, timeout).", {Py_tp_new, native_call_new},
+     {Py_tp_call, native_call_call}, {Py_tp_methods, native_call_methods},
+     {Py_tp_traverse, traverse_held}, {Py_tp_clear, native_call_clear},
+     {Py_tp_dealloc, dealloc_held})

@@ -71,49 +71,49 @@ typedef struct {
     Known known[PATTERNS]; /* programs of a long vector by placement; in the first all are copied */
     int memories;          /* most memories of these programs */
     int64_t scratch_bytes;
-} SlotCall;
+} NativeCall;
 
 /* Return the size of an array in the slots, where halves are float32. */
-static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) {
+static inline Py_ssize_t in_slots(const NativeCall *self, const Form *form) {
     return self->how.half ? 2 * form->nbytes : form->nbytes;
 }
 
 /* of pytree.c */
 int intern_kinds(void);
 PyTypeObject *container_of(PyObject *structure);
-int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given);
-int holds_leaves(const SlotCall *self, PyObject *value);
-PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags);
-int are_leaves(const SlotCall *self, PyObject *arrays, int flags);
-PyObject *make_leaves(const SlotCall *self);
-PyObject *structure_of(const SlotCall *self, PyObject *arrays);
-void find_spans(const SlotCall *self, PyObject *arrays, Span *spans);
-int leaves_do_not_overlap(const SlotCall *self, PyObject *input, PyObject *output);
-int lies_alone(const SlotCall *self, const Span *spans);
-void put_leaves(const SlotCall *self, char *slot, PyObject *arrays);
-void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays);
+int read_leaves(NativeCall *self, PyObject *kinds, PyObject *given);
+int holds_leaves(const NativeCall *self, PyObject *value);
+PyObject *leaves_of(const NativeCall *self, PyObject *value, int flags);
+int are_leaves(const NativeCall *self, PyObject *arrays, int flags);
+PyObject *make_leaves(const NativeCall *self);
+PyObject *structure_of(const NativeCall *self, PyObject *arrays);
+void find_spans(const NativeCall *self, PyObject *arrays, Span *spans);
+int leaves_do_not_overlap(const NativeCall *self, PyObject *input, PyObject *output);
+int lies_alone(const NativeCall *self, const Span *spans);
+void put_leaves(const NativeCall *self, char *slot, PyObject *arrays);
+void combine_leaves(const NativeCall *self, const char *const *slots, PyObject *arrays);
 
 /* of persistent_call.c */
-int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **input, PyObject **target);
-int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags);
-int are_all_put(const SlotCall *self);
-int ignores_input(const SlotCall *self);
-PyObject *make_result(const SlotCall *self, PyObject *target);
-PyObject *result_of(const SlotCall *self, PyObject *output);
+int accept(const NativeCall *self, PyObject *x, PyObject *out, PyObject **input, PyObject **target);
+int fit_still(const NativeCall *self, const Form *form, PyObject *arrays, int flags);
+int are_all_put(const NativeCall *self);
+int ignores_input(const NativeCall *self);
+PyObject *make_result(const NativeCall *self, PyObject *target);
+PyObject *result_of(const NativeCall *self, PyObject *output);
 
 /* of persistent_call_exec.c */
-int may_begin(const SlotCall *self);
-long long take_number(const SlotCall *self, PyObject **number);
-uint64_t put_own(const SlotCall *self, int side, PyObject *x);
-void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source,
+int may_begin(const NativeCall *self);
+long long take_number(const NativeCall *self, PyObject **number);
+uint64_t put_own(const NativeCall *self, int side, PyObject *x);
+void publish_call(const NativeCall *self, long long call, uint64_t check, uint64_t source,
                   uint64_t target);
-int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns);
-void finish(const SlotCall *self, int side, const char *input, PyObject *output);
-void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *spec);
+int all_agree(const NativeCall *self, uint64_t check, int64_t patience_ns);
+void finish(const NativeCall *self, int side, const char *input, PyObject *output);
+void interrupt_call(NativeCall *self, PyObject *number, PyObject *begin, PyObject *spec);
 
 /* of async_call.c */
 int end_async_call(PyObject *begun, int64_t patience_ns);
-PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
-                      PyObject *instruction);
+PyObject *begin_call(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
+                     PyObject *site, PyObject *instruction);
 
 #endif

@@ -24,7 +24,8 @@ typedef struct {
 
 /* State of an attempt. */
 typedef enum {
-    COMPLETED,     /* the result is ready; also: set up, may be published */
+    READY,         /* set up; nothing is published yet */
+    COMPLETED,     /* the result is there */
     FALL_BACK,     /* nothing has been changed: Python has to make the call */
     PUBLISHED,     /* phase 0 is published: the engine has to continue */
     RUN_SUSPENDED, /* the run has to wait: the engine has to continue it */
@@ -34,7 +35,7 @@ typedef enum {
 static char *data_of(PyObject *array) { return ((Array *)array)->data; }
 
 /* Return whether the output may be written while parts of the input are still to be read. */
-static int do_not_overlap(const SlotCall *self, PyObject *x, PyObject *out) {
+static int do_not_overlap(const NativeCall *self, PyObject *x, PyObject *out) {
     if (self->leaf_count) return !self->is_long || leaves_do_not_overlap(self, x, out);
     const char *input = ((Array *)x)->data, *output = ((Array *)out)->data;
     if (self->is_long && !self->tells && input == output) return 1;
@@ -43,7 +44,7 @@ static int do_not_overlap(const SlotCall *self, PyObject *x, PyObject *out) {
 }
 
 /* Return the slot that a rank has published on a side. */
-static const char *slot_of(const SlotCall *self, int rank, int side) {
+static const char *slot_of(const NativeCall *self, int rank, int side) {
     const ChannelState *channel = self->channel;
     const char *memory = channel->memory.buf;
     if (self->ring >= 0) {
@@ -56,20 +57,20 @@ static const char *slot_of(const SlotCall *self, int rank, int side) {
     return memory + channel->slots[rank] + side * channel->side_bytes;
 }
 
-static const char *place_in(const SlotCall *self, const Copy *copy, int side, const char *input) {
+static const char *place_in(const NativeCall *self, const Copy *copy, int side, const char *input) {
     return (copy->rank < 0 ? input : slot_of(self, copy->rank, side)) + copy->from;
 }
 
 /* Return whether the input may be read instead of this rank's slot: it has the same bytes, and the
  * output does not overwrite bytes that are still to be read. */
-static int reads_input(const SlotCall *self, const char *input, const char *out) {
+static int reads_input(const NativeCall *self, const char *input, const char *out) {
     const Py_ssize_t nbytes = self->output.nbytes;
     return self->ring >= 0 && !self->how.half && input != NULL &&
            (input == out || input + nbytes <= out || out + nbytes <= input);
 }
 
 /* Combine the terms into the result, or apply the combination to it. */
-static void combine_terms(const SlotCall *self, int side, const char *input, char *out) {
+static void combine_terms(const NativeCall *self, int side, const char *input, char *out) {
     const char *terms[RANKS_MAX];
     for (int term = 0; term < self->term_count; term++)
         terms[term] = self->terms[term].rank == self->channel->rank && reads_input(self, input, out)
@@ -80,7 +81,7 @@ static void combine_terms(const SlotCall *self, int side, const char *input, cha
 }
 
 /* Make the result of a call on which all ranks agree. */
-void finish(const SlotCall *self, int side, const char *input, PyObject *output) {
+void finish(const NativeCall *self, int side, const char *input, PyObject *output) {
     if (self->leaf_count) {
         const char *slots[RANKS_MAX];
         for (int rank = 0; rank < self->channel->size; rank++)
@@ -99,20 +100,20 @@ void finish(const SlotCall *self, int side, const char *input, PyObject *output)
 
 /* Return whether a call may begin now: the engine admits calls, nothing is queued, and no other
  * thread is in a call of the group. */
-int may_begin(const SlotCall *self) {
+int may_begin(const NativeCall *self) {
     if (self->channel->begun != NULL && end_async_call(self->channel->begun, 0) < 0) PyErr_Clear();
     return self->channel->is_settled && PyObject_Size(self->queue) == 0 &&
            is_free(self->engine, self->busy);
 }
 
 /* Take the number of the next call; -1 with an exception. */
-long long take_number(const SlotCall *self, PyObject **number) {
+long long take_number(const NativeCall *self, PyObject **number) {
     *number = PyLong_FromLongLong(self->communicator->next_call);
     return *number == NULL ? -1 : self->communicator->next_call++;
 }
 
 /* Publish phase 0 of a call on the current side. */
-void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source,
+void publish_call(const NativeCall *self, long long call, uint64_t check, uint64_t source,
                   uint64_t target) {
     ChannelState *channel = self->channel;
     const int side = (int)channel->side;
@@ -133,9 +134,9 @@ void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t
 
 /* Wait for phase 0 of the others; return whether they have published the same check. Ranks without
  * abandoned calls use the same side. */
-int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
+int all_agree(const NativeCall *self, uint64_t check, int64_t patience_ns) {
     ChannelState *channel = self->channel;
-    int agree = have_come(channel, channel->last, patience_ns);
+    int agree = wait_for_others(channel, channel->last, patience_ns);
     for (int other = 0; agree && other < channel->size - 1; other++)
         agree = seen(channel->words + channel->others[other] + channel->check_at +
                      (int)channel->side) == check;
@@ -143,7 +144,7 @@ int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
 }
 
 /* Copy the input into this rank's slot; return its offset if it is in the ring of slots, else 0. */
-uint64_t put_own(const SlotCall *self, int side, PyObject *input) {
+uint64_t put_own(const NativeCall *self, int side, PyObject *input) {
     ChannelState *channel = self->channel;
     uint64_t location = 0;
     if (self->ring > 0) {
@@ -168,7 +169,7 @@ uint64_t put_own(const SlotCall *self, int side, PyObject *input) {
 
 /* Wait for the other ranks of a small call, without the GIL. Afterwards other threads may have
  * changed the arrays; then Python continues. */
-static Result wait_small(SlotCall *self, Attempt *attempt, uint64_t check) {
+static Result wait_small(NativeCall *self, Attempt *attempt, uint64_t check) {
     const int taken = try_acquire(self->busy);
     if (taken < 0) {
         interrupt_call(self, attempt->number, attempt->begin, attempt->spec);
@@ -186,7 +187,7 @@ static Result wait_small(SlotCall *self, Attempt *attempt, uint64_t check) {
 }
 
 /* Make a call through the small slots. */
-static Result run_small(SlotCall *self, Attempt *attempt, long long call) {
+static Result run_small(NativeCall *self, Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
     const uint64_t location = put_own(self, side, attempt->input);
@@ -211,7 +212,7 @@ static uint64_t offset_of(const ChannelState *channel, const char *memory) {
 static int is_copied_input(uint64_t location) { return location < 2 || location & AT_PAGE; }
 
 /* Find the program for the placement that all ranks have published; NULL if it is not known yet. */
-static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t *targets) {
+static const Known *find_known(const NativeCall *self, uint64_t *sources, uint64_t *targets) {
     const ChannelState *channel = self->channel;
     const int side = (int)channel->side;
     uint64_t bits = 0;
@@ -236,7 +237,7 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
 
 /* Publish the locations of this rank's blocks; return its BlockOffer, 0 if they must go by cells.
  */
-static uint64_t publish_locations(const SlotCall *self, const char *x) {
+static uint64_t publish_locations(const NativeCall *self, const char *x) {
     const ChannelState *channel = self->channel;
     uint64_t here = offset_of(channel, x), offer = RESIDENT | (self->reads ? READS : 0);
     if (self->put_count == 0) return offer;
@@ -255,7 +256,7 @@ static uint64_t publish_locations(const SlotCall *self, const char *x) {
 /* Return the side of the first cells, and from bit 1 on their first page. Cells that need one side
  * only begin at another page in each call. So their lines have left the caches of other cores when
  * they are written again. This gains nothing for vectors of ranks that share cores. */
-static uint64_t cells_for(const SlotCall *self) {
+static uint64_t cells_for(const NativeCall *self) {
     ChannelState *channel = self->channel;
     const Program *program = self->known[0].program;
     int64_t used = 0;
@@ -272,7 +273,7 @@ static uint64_t cells_for(const SlotCall *self) {
 }
 
 /* The same as find_known for blocks, which go by cells or are read directly. */
-static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
+static const Known *find_known_move(const NativeCall *self, uint64_t *sides) {
     const ChannelState *channel = self->channel;
     uint64_t all = READS | RESIDENT, any = 0;
     for (int rank = 0; rank < channel->size; rank++) {
@@ -299,7 +300,7 @@ static int is_readable(PyObject *array) {
 }
 
 /* Make a call with a long vector, without the GIL; the run then borrows its program. */
-static Result run_long(const SlotCall *self, const Attempt *attempt, long long call) {
+static Result run_long(const NativeCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     Run *run = attempt->run;
     const int arrays = self->leaf_count ? self->span_count : 1;
@@ -334,7 +335,7 @@ static Result run_long(const SlotCall *self, const Attempt *attempt, long long c
 /* -- continuing in Python ---------------------------------------------------------------------- */
 
 /* Abort the job: the exception that is set leaves a call in which other ranks take part. */
-void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *spec) {
+void interrupt_call(NativeCall *self, PyObject *number, PyObject *begin, PyObject *spec) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
@@ -347,7 +348,7 @@ void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject 
 
 /* Let the engine continue a published call, and its run if it is suspended. The engine serves other
  * calls meanwhile. */
-static PyObject *continue_in_engine(SlotCall *self, const Attempt *attempt, int is_suspended) {
+static PyObject *continue_in_engine(NativeCall *self, const Attempt *attempt, int is_suspended) {
     PyObject *const number = attempt->number, *const begin = attempt->begin,
                     *const spec = attempt->spec;
     PyObject *request = PyObject_CallMethodObjArgs(
@@ -367,7 +368,7 @@ static PyObject *continue_in_engine(SlotCall *self, const Attempt *attempt, int 
 /* -- a call ------------------------------------------------------------------------------------ */
 
 /* Find this rank's memories of a long call. */
-static int bind_own(const SlotCall *self, Attempt *attempt) {
+static int bind_own(const NativeCall *self, Attempt *attempt) {
     const ChannelState *channel = self->channel;
     const int arrays = self->leaf_count ? self->span_count : 1;
     attempt->spans = self->leaf_count
@@ -398,7 +399,7 @@ static int bind_own(const SlotCall *self, Attempt *attempt) {
 
 /* Check whether C can make a call, and allocate everything it needs. Nothing that other ranks see
  * changes. */
-static Result set_up(SlotCall *self, Attempt *attempt) {
+static Result set_up(NativeCall *self, Attempt *attempt) {
     const int memories = self->memories; /* may grow until the call begins: other threads run */
     const int64_t scratch_bytes = self->scratch_bytes;
     PyObject *const spec = attempt->spec;
@@ -443,12 +444,12 @@ static Result set_up(SlotCall *self, Attempt *attempt) {
         if (!bind_own(self, attempt)) return PyErr_Occurred() ? FAILED : FALL_BACK;
     }
     attempt->begin = PyLong_FromLongLong(now_ns());
-    return attempt->begin == NULL ? FAILED : COMPLETED;
+    return attempt->begin == NULL ? FAILED : READY;
 }
 
 /* Make a call that has been set up. Other ranks take part in it from here on. Nothing can fail
  * before they have entered. */
-static Result make_call(SlotCall *self, Attempt *attempt) {
+static Result make_call(NativeCall *self, Attempt *attempt) {
     const long long call = take_number(self, &attempt->number);
     if (call < 0) return FAILED;
     if (!self->is_long) return run_small(self, attempt, call);
@@ -460,9 +461,9 @@ static Result make_call(SlotCall *self, Attempt *attempt) {
     return state;
 }
 
-PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
-                    PyObject *timeout) {
-    SlotCall *self = (SlotCall *)object;
+PyObject *run_call(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
+                   PyObject *timeout) {
+    NativeCall *self = (NativeCall *)object;
     Attempt attempt = {
         .x = x, .out = out, .spec = spec, .timeout = timeout, .digest = self->digest};
     if (self->nothing != Py_None) attempt.out = Py_None; /* this rank gets no result */
@@ -473,7 +474,7 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *spec
                           again, and informs the group */
         state = FALL_BACK;
     }
-    if (state == COMPLETED) state = make_call(self, &attempt);
+    if (state == READY) state = make_call(self, &attempt);
     if (state == PUBLISHED || state == RUN_SUSPENDED)
         result = continue_in_engine(self, &attempt, state == RUN_SUSPENDED);
     if (state == COMPLETED && record(self->add, attempt.info, attempt.number, attempt.begin) == 0)

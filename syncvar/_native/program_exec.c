@@ -87,8 +87,8 @@ long long advance_run(Run *self, Py_ssize_t end) {
             break;
         default: {
             const long long need = step[1] - channel->phase;
-            if (need < 0 &&
-                !have_come(channel, need, self->keeps_lock ? PATIENCE_LOCKED_NS : PATIENCE_NS))
+            if (need < 0 && !wait_for_others(channel, need,
+                                             self->keeps_lock ? PATIENCE_LOCKED_NS : PATIENCE_NS))
                 return need;
             self->place += 2;
         }

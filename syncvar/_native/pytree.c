@@ -54,7 +54,7 @@ static Py_ssize_t width_of(const Kind *kind) {
     return kind->how.half ? (Py_ssize_t)sizeof(uint16_t) : kind->how.width;
 }
 
-static Py_ssize_t nbytes_of(const SlotCall *self, int place) {
+static Py_ssize_t nbytes_of(const NativeCall *self, int place) {
     const Leaf *leaf = &self->leaves[place];
     return leaf->count * width_of(&self->kinds[leaf->kind]);
 }
@@ -72,7 +72,7 @@ static PyTypeObject *number_of(PyObject *dtype) {
 }
 
 /* Read the kinds, ((arithmetic, dtype, start of the vector in a slot, its elements), ...). */
-static int read_kinds(SlotCall *self, PyObject *given) {
+static int read_kinds(NativeCall *self, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given), slot = self->is_long
                                                              ? self->channel->side_bytes
                                                              : in_slots(self, &self->output);
@@ -102,7 +102,7 @@ static int read_kinds(SlotCall *self, PyObject *given) {
 }
 
 /* Read the leaves, ((shape, is_separate, kind), ...); an empty tuple means one array. */
-int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
+int read_leaves(NativeCall *self, PyObject *kinds, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
     if (count > LEAVES_MAX || count_leaves(self->structure) != count || is_leaf(self->structure) ||
@@ -143,12 +143,12 @@ int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     return self->kind_count == self->rider || self->room != NULL;
 }
 
-static int fits_leaf(const SlotCall *self, int place, PyObject *value, int flags) {
+static int fits_leaf(const NativeCall *self, int place, PyObject *value, int flags) {
     const Leaf *leaf = &self->leaves[place];
     return fits_shape(self->kinds[leaf->kind].dtype, leaf->ndim, leaf->shape, value, flags);
 }
 
-static int is_number_of(const SlotCall *self, int place, PyObject *value) {
+static int is_number_of(const NativeCall *self, int place, PyObject *value) {
     const Leaf *leaf = &self->leaves[place];
     return leaf->ndim == 0 && Py_TYPE(value) == self->kinds[leaf->kind].number;
 }
@@ -196,7 +196,7 @@ static void drop_items(PyObject **items, int taken) {
 
 /* Get the leaves of a value, from its containers or a `PyTree`; return how many, 0 if its TreeDef
  * differs. No Python code runs meanwhile. Release them with `drop_items`. */
-static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
+static int get_items(const NativeCall *self, PyObject *value, PyObject **items) {
     int taken = 0, are_all = 0;
     if ((PyObject *)Py_TYPE(value) == self->leaves_type) {
         PyObject *const arrays = PyTuple_GetItem(value, 1);
@@ -216,7 +216,7 @@ static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
 }
 
 /* Return whether the leaves of a value fit this call; numbers become arrays. */
-int holds_leaves(const SlotCall *self, PyObject *value) {
+int holds_leaves(const NativeCall *self, PyObject *value) {
     PyObject *items[LEAVES_MAX];
     const int taken = get_items(self, value, items);
     int are_all = taken > 0;
@@ -228,7 +228,7 @@ int holds_leaves(const SlotCall *self, PyObject *value) {
 }
 
 /* Return the arrays of a value as a tuple; NULL without an exception if they do not fit. */
-PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
+PyObject *leaves_of(const NativeCall *self, PyObject *value, int flags) {
     PyObject *items[LEAVES_MAX];
     const int taken = get_items(self, value, items);
     PyObject *made = taken == 0 ? NULL : PyTuple_New(taken);
@@ -251,7 +251,7 @@ PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
 }
 
 /* Return whether arrays still fit. */
-int are_leaves(const SlotCall *self, PyObject *arrays, int flags) {
+int are_leaves(const NativeCall *self, PyObject *arrays, int flags) {
     int all = 1;
     for (int place = 0; place < self->leaf_count; place++)
         all = all && fits_leaf(self, place, PyTuple_GetItem(arrays, place), flags);
@@ -259,7 +259,7 @@ int are_leaves(const SlotCall *self, PyObject *arrays, int flags) {
 }
 
 /* Make the arrays of a result; NULL with an exception. */
-PyObject *make_leaves(const SlotCall *self) {
+PyObject *make_leaves(const NativeCall *self) {
     PyObject *made = PyTuple_New(self->leaf_count);
     for (int place = 0; made != NULL && place < self->leaf_count; place++) {
         PyObject *array =
@@ -301,13 +301,13 @@ static PyObject *contain(PyObject *structure, PyObject *arrays, Py_ssize_t *plac
 }
 
 /* Return the pytree of the result; NULL with an exception. */
-PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
+PyObject *structure_of(const NativeCall *self, PyObject *arrays) {
     Py_ssize_t place = 0;
     return contain(self->structure, arrays, &place);
 }
 
 /* Get the memory of the arrays of a long vector. */
-void find_spans(const SlotCall *self, PyObject *arrays, Span *spans) {
+void find_spans(const NativeCall *self, PyObject *arrays, Span *spans) {
     for (int place = 0; place < self->leaf_count; place++)
         if (self->leaves[place].kind < self->rider)
             *spans++ =
@@ -328,7 +328,7 @@ static int by_start(const void *one, const void *other) {
 
 /* Return whether outputs may be written while inputs are still to be read: each input is its own
  * output or overlaps none, and outputs do not overlap each other. */
-int leaves_do_not_overlap(const SlotCall *self, PyObject *input, PyObject *made) {
+int leaves_do_not_overlap(const NativeCall *self, PyObject *input, PyObject *made) {
     Touched *const touched = PyMem_Malloc(2 * (size_t)self->leaf_count * sizeof *touched);
     if (touched == NULL) return 0; /* the slow path tries again */
     size_t count = 0;
@@ -356,7 +356,7 @@ int leaves_do_not_overlap(const SlotCall *self, PyObject *input, PyObject *made)
 }
 
 /* Return whether an array that may be reduced by itself is in shared memory. */
-int lies_alone(const SlotCall *self, const Span *spans) {
+int lies_alone(const NativeCall *self, const Span *spans) {
     const ChannelState *channel = self->channel;
     const char *start = channel->memory.buf;
     int any = 0;
@@ -371,7 +371,7 @@ int lies_alone(const SlotCall *self, const Span *spans) {
 
 /* Copy arrays into a slot, grouped by kind, except those of a long vector. It needs no GIL, because
  * it only reads tuples. */
-void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
+void put_leaves(const NativeCall *self, char *slot, PyObject *arrays) {
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
         const Kind *kind = &self->kinds[leaf->kind];
@@ -386,7 +386,7 @@ void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
 }
 
 /* Combine the slots of all ranks, in rank order, and store the results. */
-void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays) {
+void combine_leaves(const NativeCall *self, const char *const *slots, PyObject *arrays) {
     const char *terms[RANKS_MAX];
     for (int number = self->rider; number < self->kind_count; number++) {
         const Kind *kind = &self->kinds[number];

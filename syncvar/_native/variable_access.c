@@ -118,8 +118,8 @@ static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject 
              !PyObject_TypeCheck((PyObject *)self->tally, variable_counters_type))
         PyErr_SetString(PyExc_TypeError,
                         "storage must be a CopyGuard, and tally a VariableCounters");
-    else if (type == read_type && Py_TYPE(self->call) != slot_call_type)
-        PyErr_SetString(PyExc_TypeError, "the call of a Read must be a SlotCall");
+    else if (type == read_type && Py_TYPE(self->call) != native_call_type)
+        PyErr_SetString(PyExc_TypeError, "the call of a Read must be a NativeCall");
     else if (read_form(dtype, shape, &self->form))
         return (PyObject *)self;
     Py_DECREF(self);
@@ -163,7 +163,7 @@ static int is_in_place(Write *self, int *is_outside) {
 
 /* Make a persistent call that applies its result to the copy. */
 static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
-    if (Py_TYPE(call) == slot_call_type) return run_slots(call, x, array, Py_None, timeout);
+    if (Py_TYPE(call) == native_call_type) return run_call(call, x, array, Py_None, timeout);
     return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);
 }
 
@@ -267,7 +267,7 @@ static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t 
         usual =
             held[0] != NULL && held[1] != NULL && held[2] != NULL && !is_changing(self->storage);
     }
-    if (usual) made = run_slots(self->call, held[0], Py_None, Py_None, held[2]);
+    if (usual) made = run_call(self->call, held[0], Py_None, Py_None, held[2]);
     for (int which = 0; which < 3; which++) Py_XDECREF(held[which]);
     if (!usual) return leave(self, arguments, flagged, names);
     if (made == NULL || made == Py_None) return made;

@@ -115,7 +115,7 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
                     result = _begin_async(ready, form, out, timeout)
                 else:
                     result = ready(form, out, None, timeout)
-                if result is not None:
+                if result is not None:  # None: nothing was done, so the slow path follows
                     return None if result is NOTHING else result
     if is_foreign(x, out):
 
@@ -185,15 +185,15 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
+    # C looks at the first of `rest` only, so all others must have their default.
     if public is not None and request.is_entered and not any(rest[1:]):
         remember(public, rest[0] if rest else None, call, communicator.prepared_calls)
     return call
 
 
-def _begin_async(ready: PreparedCall, x: Any, out: Any, timeout: float | None) -> Work | None:
-    """Begin a persistent call asynchronously; None if nothing was done, as when Python runs it."""
-    begin = getattr(ready, "begin", None)
-    return None if begin is None else begin(x, out, timeout, own_site())
+def _begin_async(ready: Any, x: Any, out: Any, timeout: float | None) -> Work | None:
+    """Begin a persistent call asynchronously; None if nothing was done."""
+    return None if ready is uncacheable else ready.begin(x, out, timeout, own_site())
 
 
 def plain_array(x: Any) -> NDArray[Any] | None:

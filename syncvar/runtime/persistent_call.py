@@ -13,7 +13,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from syncvar._native import slot_call
+from syncvar._native import native_call
 from syncvar.core.reduce_ops import quiet_caller
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo, site_of
@@ -148,7 +148,11 @@ class PersistentCall:
         site: Any,
         instruction: int | None = None,
     ) -> Work | None:
-        """Begin the call asynchronously; return None, having done nothing, for the slow path."""
+        """Begin the call asynchronously; return None, having done nothing, for the slow path.
+
+        `site` is the text of the call site. With `instruction` it is a code object, and the text is
+        made from both.
+        """
         channel, engine, communicator = self.channel, self.engine, self.communicator
         if engine.async_calls:
             engine.adopt()  # they are before this call in the channel's queue
@@ -190,6 +194,7 @@ class PersistentCall:
     def _run(self, info: CallInfo, number: int, begin: int, arrays: BoundArrays) -> Request | None:
         """Run the program while spinning; return the request of the rest, None for no rest."""
         steps = self.program.run((number, check_of(info.fingerprint, number)), arrays)
+        # Runs the steps without NumPy's warnings, and spins between them.
         need = self._call_quietly(_run_while_spinning, self.channel, steps, number)
         if need is None:
             if not arrays.inputs_differ:
@@ -256,7 +261,7 @@ class PersistentCall:
         self, number: int, begin: int, error: BaseException, spec: CollectiveSpec | None
     ) -> None:
         """Abort the job: an exception has left a call in which other ranks take part."""
-        request = self._request(self.info_of(spec), number, begin, iter(()), 0)
+        request = self._request(self.info_of(spec), number, begin, iter(()), DISAGREE)
         self.channel.queue.clear()
         self.engine.interrupted(request, error)
 
@@ -321,7 +326,7 @@ class NativeCallSpec:
     groups: Sequence[DtypeGroup] = ()
 
     def numbers(self) -> tuple[Any, ...]:
-        """Return what the extension copies into its own structures."""
+        """Return what the extension copies, in the order of the format in `native_call_new`."""
         dtype = self.output_form[0]
         return (
             self.call.info.fingerprint,
@@ -364,7 +369,7 @@ class NativeCallSpec:
 
     def build(self) -> Any:
         """Return the call in C; None if Python has to run it."""
-        return slot_call(self) if self.call.channel.is_native else None
+        return native_call(self) if self.call.channel.is_native else None
 
 
 def may_persist(communicator: Communicator) -> bool:

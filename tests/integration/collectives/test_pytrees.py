@@ -154,7 +154,7 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
             if len(key) == 4 and key[2] is None
         ]
 
-    assert everywhere(2, fn, shared=True) == [["SlotCall"] * len(KINDS)] * 2
+    assert everywhere(2, fn, shared=True) == [["NativeCall"] * len(KINDS)] * 2
     assert not calls
 
 
@@ -249,7 +249,7 @@ def test_numbers_of_several_kinds_are_reduced_in_c():
             int(made["ok"][1]),
         )
 
-    assert everywhere(2, fn, shared=True) == [(["SlotCall"], 3.0, 6, [2.0, 2.0], 4)] * 2
+    assert everywhere(2, fn, shared=True) == [(["NativeCall"], 3.0, 6, [2.0, 2.0], 4)] * 2
 
 
 @pytest.mark.needs_c_extension

@@ -83,7 +83,7 @@ def main():
             native = max(
                 native,
                 sum(
-                    type(one).__name__ == "SlotCall"
+                    type(one).__name__ == "NativeCall"
                     for one in current().world.prepared_calls.values()
                 ),
             )
