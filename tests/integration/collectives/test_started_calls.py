@@ -77,7 +77,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_started_call_equals_numpy_and_has_taken_its_input(name, size, runner):
     met = threading.Barrier(size)
