@@ -184,6 +184,8 @@ SLOW = {
     "F03-SIGKILL-E",
     "F03-SIGKILL-V-zmq",
     "F06-SIGSTOP-C",
+    "F06-SIGSTOP-R",
+    "F06-SIGSTOP-X-zmq",
     "F06-SIGSTOP-V",
     "F06-SIGSTOP-E",
     "F01-raise-H",

@@ -209,6 +209,7 @@ def test_an_exception_on_one_rank_is_told_on_every_host(launch):
     assert "KeyError: 'planted'" in job.report
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_lost_on_every_host(launch):
     job = launch(
         FAULT.format(rank=3, what="os.kill(os.getpid(), signal.SIGSTOP)", call="all_reduce(x)"),

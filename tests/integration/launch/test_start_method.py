@@ -336,7 +336,9 @@ def test_a_restart_forks_again(launch):
 SLEEPS = IN_SERVER + "    import time; open({ready!r}, 'w').close(); time.sleep(60)\n"
 
 
-@pytest.mark.parametrize("end", ["TERM", "two INT", "timeout", "kill"])
+@pytest.mark.parametrize(
+    "end", ["TERM", "two INT", pytest.param("timeout", marks=pytest.mark.slow), "kill"]
+)
 def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_left_behind):
     ready = tmp_path / "ready"
     env = on_python_path(tmp_path / "site", SLEEPS.format(ready=str(ready)))

@@ -139,7 +139,14 @@ probe.note("aborted")
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("exit", marks=pytest.mark.slow), "leave", "raise", "SEGV", "STOP"]
+    "how",
+    [
+        pytest.param("exit", marks=pytest.mark.slow),
+        "leave",
+        "raise",
+        "SEGV",
+        pytest.param("STOP", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_rank_is_told_in_the_shm(launch, how):
     job = launch(WATCH, arguments=[how])
