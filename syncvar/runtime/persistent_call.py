@@ -1,9 +1,10 @@
 """A persistent call: a call that has been described and compiled once, and is then only repeated.
 
 `PersistentCall` has the description (`CallInfo`) and a program of this rank (`SharedProgram`). The
-C extension runs a repetition, or Python does; both run the same program. Unusual calls (the engine
-refuses calls, writes are queued, `out` does not fit) take the slow path. If the others do not come
-while this rank spins, the engine continues the call from where it is, and enforces the deadline.
+C extension runs a repetition, or Python does. Both run the program of a long call; in a short one C
+makes the same copies and combinations without it. Unusual calls (the engine refuses calls, writes
+are queued, `out` does not fit) take the slow path. If the others do not come while this rank spins,
+the engine continues the call from where it is, and enforces the deadline.
 """
 
 from __future__ import annotations
@@ -172,11 +173,11 @@ class PersistentCall:
                 opening = number, check_of(self.info.fingerprint, number)
                 steps = _settled_steps(channel, self.program.run(opening, arrays), arrays)
                 request = self._request(self.info, number, begin, steps, START, arrays.held)
-                request.site = site if instruction is None else site_of(site, instruction)
+                request.site = _site_text(site, instruction)
             except BaseException as error:
                 self.interrupt(number, begin, error, None)
                 raise
-            engine.start(request, None if timeout is None else checked_timeout(timeout))
+            engine.start(request, _allowed_s(timeout))
         if not request.is_over:
             engine.transport.wake()  # the progress thread continues it
         return Work(engine, request)
@@ -231,9 +232,7 @@ class PersistentCall:
 
     def continue_in_engine(self, request: Request, begin: int, timeout: float | None) -> Any:
         """Wait for the rest of a call in the engine, which enforces the deadline."""
-        result = self.engine.take_over(
-            request, None if timeout is None else checked_timeout(timeout)
-        )
+        result = self.engine.take_over(request, _allowed_s(timeout))
         if self.is_timed:
             gil_monitor.note((monotonic_ns() - begin) / 1e9, self.info.nbytes)
         return result
@@ -251,10 +250,9 @@ class PersistentCall:
     ) -> Request:
         """Let the engine continue the started call that is first in the channel's queue."""
         request = self.request_of_published(number, begin, x, out, output, None, None, None)
-        request.site = site if instruction is None else site_of(site, instruction)
+        request.site = _site_text(site, instruction)
         self.channel.queue.popleft()
-        allowed = None if timeout is None else checked_timeout(timeout)
-        self.engine.start(request, allowed, begin / 1e9)
+        self.engine.start(request, _allowed_s(timeout), begin / 1e9)
         return request
 
     def interrupt(
@@ -382,6 +380,16 @@ def may_persist(communicator: Communicator) -> bool:
         and channel.is_open
         and channel.size > 1
     )
+
+
+def _allowed_s(timeout: float | None) -> float | None:
+    """Return the seconds of a call; None for the job's default."""
+    return None if timeout is None else checked_timeout(timeout)
+
+
+def _site_text(site: Any, instruction: int | None) -> str:
+    """Return the text of a call site, which is text or, with `instruction`, a code object."""
+    return str(site) if instruction is None else site_of(site, instruction)
 
 
 def _rest(steps: Iterator[int], arrays: BoundArrays) -> Generator[Any, None, Any]:

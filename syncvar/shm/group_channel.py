@@ -266,12 +266,6 @@ class GroupChannel(ChannelState):
         has_ring = self.is_native and self.size <= RING_RANKS_MAX
         return self._channels.ring(self.entry) if has_ring else 0
 
-    def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-        """Return the small vectors of all ranks in this call, in rank order."""
-        return [
-            self.resident(offset, count, dtype) for offset in self.slots_now(count * dtype.itemsize)
-        ]
-
     def slots_now(self, nbytes: int) -> tuple[int, ...]:
         """Return by rank the offset of the slot that holds its `nbytes` in this call."""
         found = []
@@ -290,12 +284,6 @@ class GroupChannel(ChannelState):
     def small_offset(self, rank: int, side: int) -> int:
         """Return the offset of a rank's small slot in the segment."""
         return self.words[self._entries[rank] + SMALL] + side * SMALL_BYTES
-
-    def smalls(self, side: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return the small slots of all ranks as one array (rank, *shape), without a copy."""
-        return self.shm.rows(
-            [self.small_offset(rank, side) for rank in range(self.size)], shape, dtype
-        )
 
     def reserve_segments(self) -> None:
         """Allocate this rank's segments; call it before publishing the call that needs them."""
