@@ -11,6 +11,7 @@ from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.p2p_channel import TAG_MAX, pair_identity, stream_identity, tag_of
 from syncvar.testing import run_ranks
+from tests.support.fake_tensors import Tensor
 
 SOON = {"collective_timeout_s": 60.0, "report_after_s": 0.05, "rendezvous_timeout_s": 60.0}
 LONG = 300_000  # elements, above `eager_bytes`
@@ -221,6 +222,35 @@ def test_an_unfit_message_is_an_error_of_its_receive_only(ranks):
         return float(sv.recv_any().value)
 
     assert ranks(2, fn)[0] == 3.0
+
+
+def test_a_tensor_that_is_written_to(ranks):
+    def fn():
+        if sv.rank():
+            sv.send([1.0, 2.0], 0)
+            sv.send([3.0, 4.0], 0)
+            return None
+        out = Tensor(np.zeros(2))
+        first = sv.recv_any(out=out)
+        assert first.value is out
+        assert first.source == 1
+        seen = out.array.tolist()
+        assert sv.recv_any(out=out, async_op=True).wait().value is out
+        return seen, out.array.tolist()
+
+    assert ranks(2, fn)[0] == ([1.0, 2.0], [3.0, 4.0])
+
+
+def test_no_message_comes_in_a_block_of_uneven(ranks):
+    def fn():
+        with sv.uneven():
+            with pytest.raises(sv.UsageError, match=r"do not work inside"):
+                sv.recv_any()
+            with pytest.raises(sv.UsageError, match=r"do not work inside"):
+                sv.probe(wait=False)
+        return True
+
+    assert all(ranks(2, fn))
 
 
 def test_a_receive_from_any_source_in_a_group(ranks):
