@@ -72,9 +72,12 @@ class HostRanks:
         }
         self._order = order
         base = self._base()
+        # Indices of the programs that ranks of this host run.
+        self._used = sorted({one.program for one in order.ranks if not is_server(one.rank)})
+        programs = [order.programs[index] for index in self._used]
         self._start_method = plan_start(
             order.start_method,
-            order.programs,
+            programs,
             len(order.ranks) - order.server_count,
             order.cwd,
             base,
@@ -97,12 +100,12 @@ class HostRanks:
                 self._keep_call(call)
             self._server: ForkServer | None = None
             if self._start_method.is_forked:
-                argv = self._start_method.command(order.programs[0])
+                argv = self._start_method.command(programs[0])
                 self._server = ForkServer(argv, base, order.cwd, self._call)
                 self._stack.callback(self._server.close)
                 limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
                 self._server.limit_s = float(limit_s or self._server.limit_s)
-                self._server.order(order.programs, base)
+                self._server.order(programs, base)
             self.processes = LocalWorkers(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
             with _private():
@@ -326,7 +329,7 @@ class HostRanks:
                         pass_fds=self._call,
                         named={} if is_program else {KEY_FD: secret},
                         is_fresh=is_fresh or serves,
-                        program=one.program,
+                        program=0 if serves else self._used.index(one.program),
                     )
                 )
                 self._started[one.rank] = self.processes.workers[one.rank].process.pid

@@ -163,7 +163,7 @@ def parse(
     layers.later_workers = sum(one.workers for one in more)
 
     join = _join_options(layers, environ)
-    join.validate(origin, line.words)
+    join.validate(origin, [word for one in (line, *line.more) for word in one.words])
     hosts = _host_options(layers, environ, find_allocation)
     _apply_color_variables(values, origin, environ)
     runtime = _runtime(layers, environ)

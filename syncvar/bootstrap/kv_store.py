@@ -338,8 +338,8 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiStore | None:
         {"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)}
     )
     address, run = environ.get("MASTER_ADDR", ""), everyone[0]["run"]
-    program = world.Get_attr(mpi.APPNUM) or 0
-    info = LaunchInfo("MPI", rank, size, 0, 0, -1, 0, address, 0, run, way=MPI, program=program)
+    info = LaunchInfo("MPI", rank, size, 0, 0, -1, 0, address, 0, run, way=MPI)
+    info = info._replace(program=world.Get_attr(mpi.APPNUM) or 0)
     hosts = [(one["host"], one["boot"]) for one in everyone]
     kv_store.info = add_host(info, hosts, [one["host"] for one in everyone], _MPI_REMEDY)
     return kv_store
