@@ -168,12 +168,14 @@ def dry_run_hosts(chosen: LaunchOptions) -> str:
 
 def _program_lines(chosen: LaunchOptions) -> Iterator[str]:
     """Yield which ranks run which program, if there are several."""
-    for ranks, one in zip(_rank_lists(chosen), chosen.programs, strict=True):
-        if chosen.program.more:
-            if not chosen.ranks.workers:  # the first rank of the second program is not known
-                count = f"{one.workers or 'all other'} rank{'s' * (one.workers != 1)}"
-                ranks = count  # noqa: PLW2901
-            yield f"{ranks}: {shlex.join([*one.label.split(' ', 1), *one.args])}"
+    if not chosen.program.more:
+        return
+    ranks = _rank_lists(chosen)
+    if not chosen.ranks.workers:  # the first rank of the second program is not known yet
+        counts = [one.workers for one in chosen.programs]
+        ranks = [f"{count or 'all other'} rank{'s' * (count != 1)}" for count in counts]
+    for text, one in zip(ranks, chosen.programs, strict=True):
+        yield f"{text}: {shlex.join([*one.label.split(' ', 1), *one.args])}"
 
 
 def _host_lines(chosen: LaunchOptions) -> list[str]:

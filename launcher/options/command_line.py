@@ -87,7 +87,7 @@ _AFTER_GROUP = {
 }
 
 
-PROGRAM_BREAK = ":"
+_NEXT_PROGRAM = ":"
 _OF_EACH_PROGRAM = ("workers", "env")  # options that may stand after a ":"
 _COLON = re.compile(r"\\+:")  # an argument that loses one backslash
 _FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)
@@ -174,7 +174,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     """
     parts: list[list[str]] = [[]]
     for argument in argv:
-        if argument == PROGRAM_BREAK:
+        if argument == _NEXT_PROGRAM:
             parts.append([])
         else:
             parts[-1].append(argument)
