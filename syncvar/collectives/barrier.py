@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
-from syncvar.collectives.stage_builders import barrier_stages
+from syncvar.collectives.stage_builders import MeetingCall
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.persistent_reduce import prepare_barrier
 
@@ -43,23 +43,21 @@ def barrier(
         >>> import syncvar as sv
         >>> sv.barrier()
     """
-    work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
+    work = make_call(barrier, None, BarrierCall, _NOTHING, None, group, async_op, timeout, {})
     # Without the C extension the persistent call returns an empty array.
     return None if isinstance(work, np.ndarray) else work
 
 
-def _request(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
-    return _BarrierCall(CollectiveSpec("barrier"), barrier_stages(communicator))
+class BarrierCall(MeetingCall, Cacheable):
+    """A barrier."""
 
-
-class _BarrierCall(Cacheable):
-    """A checked barrier."""
-
-    __slots__ = ()
+    def __init__(self, communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> None:
+        super().__init__(communicator, CollectiveSpec("barrier"))
 
     def prepared(
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
+        """Build the persistent call; see `Cacheable`."""
         if communicator.forced("barrier") is None:
             return prepare_barrier(communicator, self.spec)
         return uncacheable

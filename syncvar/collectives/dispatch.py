@@ -1,14 +1,13 @@
 """Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
 `make_call` runs the persistent call of a repeated call. On the first call it builds one from the
-request of the call; `TransferArgs` and `ReduceArgs` can be built. Every other call runs its
-request.
+request of the call, if that is `Cacheable`. Every other call runs its request.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -42,8 +41,6 @@ _NUMBERS = frozenset((float, int, bool, complex))
 class Cacheable(CheckedCall):
     """A checked call for whose repetitions a persistent call can be built."""
 
-    __slots__ = ()
-
     is_entered = True
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
@@ -53,6 +50,18 @@ class Cacheable(CheckedCall):
         `make` takes (x, out) and returns the request of such a call.
         """
         raise NotImplementedError
+
+
+class CallMaker(NamedTuple):
+    """Makes the requests of public calls that differ in their input and output only."""
+
+    make: Callable[..., Cacheable]  # as for `make_call`
+    communicator: Communicator
+    rest: tuple[Any, ...]
+
+    def request(self, x: Any, out: Any) -> Cacheable:
+        """Check the arguments of a call, and return its request."""
+        return self.make(self.communicator, x, out, *self.rest, keep=False)
 
 
 def uncacheable(*_: Any) -> None:
@@ -92,8 +101,8 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
             which has a dtype and a shape, or None for the slow path. None: all calls have one
             input.
         make: Function of (communicator, x, out, *rest, keep=...) that checks the arguments. It
-            returns a `CheckedCall`, or a `Cacheable` where there is a form. `keep` copies the
-            input.
+            returns a `CheckedCall`, or a `Cacheable` where there is a form. Usually it is the
+            class of the call. `keep` copies the input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
         rest: The other arguments; the C extension looks up calls by the first one and the array.
@@ -104,11 +113,13 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
         form = x if form_of is None else form_of(communicator, x, out, rest)
         if form is not None:
-
-            def build(x: Any, out: Any) -> Any:
-                return make(communicator, x, out, *rest, keep=False)
-
-            ready = _ready(communicator, (make, rest), form, x, out, build, public, rest)
+            key = key_of((make, rest), form)
+            ready = communicator.prepared_calls.get(key)
+            if ready is None:
+                maker = CallMaker(make, communicator, rest).request
+                ready = _prepare(communicator, key, form, x, out, maker, public, rest)
+            else:
+                recall(public, ready)
             if ready is not None:
                 result: Any
                 if async_op:
@@ -118,10 +129,8 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
                 if result is not None:  # None: nothing was done, so the slow path follows
                     return None if result is NOTHING else result
     if is_foreign(x, out):
-
-        def again(x: Any, out: Any = None) -> Any:
-            return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, rest)
-
+        options = {"group": group, "async_op": async_op, "timeout": timeout, "rest": rest}
+        again = partial(make_call, public, form_of, make, out=None, foreign={}, **options)
         return call_with_numpy(again, x, out)
     check = partial(make, communicator, x, out, *rest, keep=async_op)
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
@@ -145,7 +154,12 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     `spec` describes this call; None: the spec of the request does. From now on the C dispatch of
     `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
     """
-    ready = _ready(communicator, key, form, form, out, make, public, rest)
+    whole_key = key_of(key, form)
+    ready = communicator.prepared_calls.get(whole_key)
+    if ready is None:
+        ready = _prepare(communicator, whole_key, form, form, out, make, public, rest)
+    elif public is not None:
+        recall(public, ready)
     if ready is None or not (timeout is None or is_seconds(timeout)):
         return None
     return ready(form, out, spec, timeout)
@@ -159,7 +173,7 @@ def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
     return (*key, form.dtype, form.shape)
 
 
-def _ready(  # noqa: PLR0913, PLR0917  (hot path)
+def _prepare(  # noqa: PLR0913, PLR0917  (the arguments of all public calls)
     communicator: Communicator,
     key: tuple[Hashable, ...],
     form: Any,
@@ -169,19 +183,12 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     public: Any,
     rest: tuple[Any, ...],
 ) -> PreparedCall | None:
-    """Return the persistent call of a key, and show it to the C dispatch of the public function."""
-    whole_key = key_of(key, form)
-    ready = communicator.prepared_calls.get(whole_key)
-    if ready is not None:
-        if public is not None:
-            recall(public, ready)
-        return ready
+    """Build the persistent call of a key, and show it to the C dispatch of the public function."""
     if not communicator.prepares or not communicator.is_shared:
         return None
     try:
         request = make(x, out)
-        request.body.close()
-        call = communicator.keep_prepared(whole_key, request.prepared(communicator, form, make))
+        call = communicator.keep_prepared(key, request.prepared(communicator, form, make))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import operator
 import os
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.broadcast import BroadcastCall
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.communicator import CheckedCall
 from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, format_bytes
 
 if TYPE_CHECKING:
@@ -165,25 +165,13 @@ def shared_array(
     communicator = communicator_of(group)
     context = current()
     context.refuse_in_block("sv.shared_array")
-    checked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
-
-    def check() -> SharedArraySpec:
-        lengths, kind = checked_shape_dtype(shape, dtype)
-        _require_one_host(context, communicator)
-        checked.append((lengths, kind))
-        shown = list(lengths), kind.name
-        spec = CollectiveSpec(
-            "shared_array", options=(kind.str,), dtype=kind.name, shape=lengths, shown=shown
-        )
-        nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
-        return SharedArraySpec(spec, nbytes)
-
     if communicator.size == 1:
         return zeros(shape, dtype)
+    check = partial(_shared_array_spec, context, communicator, shape, dtype)
     found = memory_in_common(context, communicator, "shared_array", check, timeout)
     if isinstance(found, SharedMemoryFull):
         raise found
-    ((lengths, kind),) = checked
+    lengths, kind = checked_shape_dtype(shape, dtype)
     return found.view(kind).reshape(lengths)
 
 
@@ -193,6 +181,19 @@ class SharedArraySpec(NamedTuple):
     call: CollectiveSpec
     nbytes: int  # size in bytes
     content: NDArray[np.uint8] | None = None  # initial bytes, on the first rank; None for zeros
+
+
+def _shared_array_spec(
+    context: ProcessContext, communicator: Communicator, shape: Any, dtype: Any
+) -> SharedArraySpec:
+    """Check the arguments of `shared_array`, and return the memory of the array."""
+    lengths, kind = checked_shape_dtype(shape, dtype)
+    _require_one_host(context, communicator)
+    shown = list(lengths), kind.name
+    spec = CollectiveSpec(
+        "shared_array", options=(kind.str,), dtype=kind.name, shape=lengths, shown=shown
+    )
+    return SharedArraySpec(spec, int(np.prod(lengths, dtype=object)) * kind.itemsize)
 
 
 def memory_in_common(
@@ -206,46 +207,81 @@ def memory_in_common(
 
     Collective. `check` checks the arguments; the group's first rank allocates.
     """
-    rank, size = communicator.member_rank, communicator.size
-    head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
-    mappings: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
-    wanted: list[SharedArraySpec] = []
-    refused: list[SharedMemoryFull] = []
-
-    def request() -> CheckedCall:
-        one = check()
-        wanted.append(one)
-        reference = bytes(REFERENCE_NBYTES)  # of no memory
-        if rank == 0:
-            mappings[:] = [each for each in mappings if not each.marks.all()]  # free the rest
-            try:
-                assert context.shm is not None
-                mappings.append(_allocated(context.shm, size, head, one))
-                reference = context.shm.refer(mappings[-1].offset, mappings[-1].block.nbytes).pack()
-            except SharedMemoryFull as error:
-                refused.append(error)
-        output = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
-        return CheckedCall(one.call, output.body)
-
+    allocation = _Allocation(context, communicator, name, check)
     try:
-        found = communicator.perform(name, request, timeout).tobytes()
+        found = communicator.perform(name, allocation.request, timeout).tobytes()
     except MismatchError:
-        if rank == 0 and wanted and not refused:
-            mappings.pop()  # no rank has received it
+        allocation.release()  # no rank has received it
         raise
-    ((call, nbytes, _),) = wanted
+    wanted = allocation.wanted
+    assert wanted is not None
     if not any(found):
         first = communicator.members[0]
-        if refused:
-            return refused[0]
-        return SharedMemoryFull(
-            f"{call}: rank {first} has no room for {format_bytes(nbytes)} of shared memory"
+        return allocation.refusal or SharedMemoryFull(
+            f"{wanted.call}: rank {first} has no room for {format_bytes(wanted.nbytes)} of shared "
+            "memory"
         )
     shm = context.shm
     assert shm is not None
-    offset = shm.resolve(SharedMemoryReference.unpack(found))
-    mark = shm.view(offset, size, _WORD)[rank : rank + 1]
-    return np.asarray(_Hold(shm, offset + head, max(1, nbytes), mark))[:nbytes]
+    offset, rank = shm.resolve(SharedMemoryReference.unpack(found)), communicator.member_rank
+    mark = shm.view(offset, communicator.size, _WORD)[rank : rank + 1]
+    hold = _Hold(shm, offset + allocation.head, max(1, wanted.nbytes), mark)
+    return np.asarray(hold)[: wanted.nbytes]
+
+
+class _Allocation:
+    """The memory that the first rank of a group allocates, and the call that broadcasts it."""
+
+    def __init__(
+        self,
+        context: ProcessContext,
+        communicator: Communicator,
+        name: str,
+        check: Callable[[], SharedArraySpec],
+    ) -> None:
+        self._context, self._communicator = context, communicator
+        self._name, self._check = name, check
+        # Bytes in front of the memory, for the words of the ranks.
+        self.head = -(-communicator.size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
+        self._mappings: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
+        self.wanted: SharedArraySpec | None = None
+        self.refusal: SharedMemoryFull | None = None
+
+    def request(self) -> BroadcastCall:
+        """Check the arguments, allocate on the first rank, and return the call."""
+        self.wanted = self._check()
+        reference = bytes(REFERENCE_NBYTES)  # of no memory
+        if self._communicator.member_rank == 0:
+            # Free what no rank uses any more.
+            self._mappings[:] = [one for one in self._mappings if not one.marks.all()]
+            try:
+                reference = self._allocate(self.wanted)
+            except SharedMemoryFull as error:
+                self.refusal = error
+        data = np.frombuffer(reference, np.uint8)
+        call = BroadcastCall(self._communicator, data, name=self._name)
+        call.spec = self.wanted.call
+        return call
+
+    def _allocate(self, wanted: SharedArraySpec) -> bytes:
+        """Allocate memory with the words in front, write the content, and return a reference."""
+        shm = self._context.shm
+        assert shm is not None
+        block = shm.empty(self.head + max(1, wanted.nbytes), np.uint8)
+        offset = shm.locate(block)
+        assert offset is not None
+        marks = shm.view(offset, self._communicator.size, _WORD)
+        marks[:] = 0
+        content = 0 if wanted.content is None else wanted.content
+        block[self.head : self.head + wanted.nbytes] = content
+        self._mappings.append(_SharedMapping(offset, block, marks))
+        return shm.refer(offset, block.nbytes).pack()
+
+    def release(self) -> None:
+        """Release the memory of a call that has failed."""
+        is_first = self._communicator.member_rank == 0
+        if is_first and self.wanted is not None and self.refusal is None:
+            self._mappings.pop()
 
 
 class _Hold:
@@ -275,17 +311,6 @@ class _SharedMapping(NamedTuple):
     offset: int
     block: NDArray[Any]
     marks: NDArray[Any]
-
-
-def _allocated(shm: SharedSegment, size: int, head: int, wanted: SharedArraySpec) -> _SharedMapping:
-    """Allocate the memory and the words in front of it, and write the content."""
-    block = shm.empty(head + max(1, wanted.nbytes), np.uint8)
-    offset = shm.locate(block)
-    assert offset is not None
-    marks = shm.view(offset, size, _WORD)
-    marks[:] = 0
-    block[head : head + wanted.nbytes] = 0 if wanted.content is None else wanted.content
-    return _SharedMapping(offset, block, marks)
 
 
 def _require_one_host(context: ProcessContext, communicator: Communicator) -> None:

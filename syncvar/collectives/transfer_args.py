@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
+from syncvar.core.array_arguments import deliver
+from syncvar.core.errors import InternalError
 from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
 from syncvar.runtime.collective_spec import fingerprint
 from syncvar.runtime.persistent_transfer import prepare_move
@@ -14,14 +17,13 @@ from syncvar.runtime.planner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from numpy.typing import NDArray
 
     from syncvar.collectives.dispatch import Make
     from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent_transfer import Front
 
 UNMOVED = TransferLayout(0, NOTHING.dtype)
 """Layout of an input that cannot be moved as blocks of one shape: no rank moves any block then."""
@@ -41,63 +43,80 @@ def plain_form(
     return plain_array(x) if is_plain and algorithm is None else None
 
 
-class TransferArgs(Cacheable):
-    """A checked call that moves blocks.
+class TransferCall(Cacheable):
+    """A checked call that moves blocks. A subclass is one collective.
 
     Args:
+        communicator: The group.
         spec: Description of the call.
         layout: Layout of the blocks; `UNMOVED` if the input has none, None without shared memory.
-        arrange: Function that returns the arrays of this call; None for `UNMOVED`.
-        finish: Function of the outputs that returns the result.
-        general: Stages for inputs that differ between ranks; None if they may not differ.
-        front: Function of (x, out) that returns the arrays of a persistent call, or None if `out`
-            does not serve. None if there are no persistent calls.
+        inputs: Arrays of this rank.
+        out: The caller's output, or None.
     """
-
-    __slots__ = ("_front", "_layout", "general")
 
     def __init__(
         self,
+        communicator: Communicator,
         spec: CollectiveSpec,
         layout: TransferLayout | None,
-        arrange: Callable[[], Blocks | None],
-        finish: Callable[[Any], Any],
-        general: Callable[[], Generator[Stage, None, Any]] | None,
-        front: Front | None = None,
+        inputs: list[NDArray[Any]],
+        out: Any = None,
     ) -> None:
-        self._layout, self.general, self._front = layout, general, front
-        super().__init__(spec, self._stages(arrange, finish))
+        super().__init__(spec)
+        self.communicator, self.layout, self.inputs, self.out = communicator, layout, inputs, out
+        self.size, self.rank = communicator.size, communicator.member_rank
 
-    def _stages(
-        self, arrange: Callable[[], Blocks | None], finish: Callable[[Any], Any]
-    ) -> Generator[Stage, None, Any]:
-        layout = self._layout
+    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
+        """Return the arrays of a call with such an input.
+
+        In a persistent call this object has no `inputs` and no `out`.
+        """
+        raise NotImplementedError
+
+    def arrange(self) -> Blocks | None:
+        """Return the arrays of this call; None if they cannot be moved as blocks."""
+        return self.blocks_of(self.inputs[0], self.out)
+
+    def bind(self, x: NDArray[Any], out: Any) -> Blocks | None:
+        """Return the arrays of a persistent call, or None if `out` does not serve."""
+        return fits_out(self.blocks_of(x, out), out)
+
+    def finish(self, output: Any) -> Any:
+        """Return the result of the call from the output of its blocks."""
+        return deliver(output, self.out)
+
+    def slow_path(self) -> Generator[Stage, None, Any]:
+        """Return the stages for links, and for inputs that differ between ranks."""
+        raise InternalError(f"{self.spec}: the inputs of the ranks differ, but must not")
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Yield the movement, then the slow path if nothing has been moved."""
+        layout = self.layout
         if layout is not None:
-            blocks = None if layout is UNMOVED else arrange()
+            blocks = None if layout is UNMOVED else self.arrange()
             movement = (
                 Movement(UNMOVED, Blocks(NOTHING)) if blocks is None else Movement(layout, blocks)
             )
             yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
             if movement.is_done:
-                return finish(movement.blocks.output)
-        return None if self.general is None else (yield from self.general())
+                return self.finish(movement.blocks.output)
+        return (yield from self.slow_path())
 
     def prepared(
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        if self._layout is None or self._front is None or not like.dtype.isnative:
+        if self.layout is None or not like.dtype.isnative:
             return uncacheable
+        self.inputs, self.out = [], None  # the persistent call keeps this object
+        slow_path = partial(_slow_path, make)
+        return prepare_move(communicator, self.spec, self.layout, self.bind, slow_path, like)
 
-        def general(x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
-            request = make(x, out)
-            request.body.close()
-            assert isinstance(request, TransferArgs)
-            assert request.general is not None
-            return request.general()
 
-        body = None if self.general is None else general
-        return prepare_move(communicator, self.spec, self._layout, self._front, body, like)
+def _slow_path(make: Make, x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
+    call = make(x, out)
+    assert isinstance(call, TransferCall)
+    return call.slow_path()
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
