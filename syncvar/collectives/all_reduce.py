@@ -102,30 +102,11 @@ def all_reduce(  # noqa: PLR0913  (public signature)
         >>> sv.all_reduce({"loss": 0.5, "n": 3}, "mean")["n"]
         array(3.)
     """
-    factors = (prescale, postscale, weight)
-    scales = None if all(one is None for one in factors) else factors
-    rest = (op_name(op), reproducible, scales, algorithm)
-    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, rest)
-
-
-def _form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | PyTree | None:
-    op, reproducible, scales, algorithm = rest
-    if scales is None and algorithm is None and isinstance(op, str) and type(reproducible) is bool:
-        return x if type(x) is np.ndarray else form_of(x)
-    return None
-
-
-def _request(communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool) -> AllReduceCall:
-    """Return the request of a public call."""
-    op, reproducible, scales, algorithm = rest
-    options = ReduceOptions(reproducible, algorithm)
-    if scales is not None:
-        return ScaledAllReduceCall(communicator, x, out, op, scales, options)
-    for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
-        check_finite(as_array(leaf), "all_reduce")
-    return AllReduceCall(communicator, x, op, out=out, options=options, keep=keep)
+    make: type[AllReduceCall] = _PublicCall
+    rest: tuple[Any, ...] = (op_name(op), reproducible, algorithm)
+    if prescale is not None or postscale is not None or weight is not None:
+        make, rest = _ScaledCall, (*rest, (prescale, postscale, weight))
+    return make_call(all_reduce, make, x, out, group, async_op, timeout, _foreign, rest)
 
 
 class AllReduceCall(ReductionCall):
@@ -187,19 +168,33 @@ class AllReduceCall(ReductionCall):
         return unflatten(structure, results, self._like)
 
 
-class ScaledAllReduceCall(AllReduceCall):
+class _PublicCall(AllReduceCall):
+    """An all-reduce of the program; `keep` copies the input."""
+
+    @staticmethod
+    def form_of(
+        _communicator: Communicator, x: Any, _out: Any, rest: Any
+    ) -> NDArray[Any] | PyTree | None:
+        op, reproducible, algorithm = rest
+        if algorithm is None and isinstance(op, str) and type(reproducible) is bool:
+            return x if type(x) is np.ndarray else form_of(x)
+        return None
+
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, op: str, *rest: Any, keep: bool
+    ) -> None:
+        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
+            check_finite(as_array(leaf), "all_reduce")
+        super().__init__(communicator, x, op, out=out, options=ReduceOptions(*rest), keep=keep)
+
+
+class _ScaledCall(AllReduceCall):
     """An all-reduce of one array with the factors (prescale, postscale, weight)."""
 
     def __init__(
-        self,
-        communicator: Communicator,
-        x: Any,
-        out: Any,
-        op: str,
-        scales: tuple[Any, Any, Any],
-        options: ReduceOptions,
+        self, communicator: Communicator, x: Any, out: Any, op: str, *rest: Any, keep: bool
     ) -> None:
-        prescale, postscale, weight = scales
+        *choice, (prescale, postscale, weight) = rest
         if is_structure(x):
             raise ConfigError(
                 "prescale, postscale and weight take one array; call all_reduce for each leaf"
@@ -229,10 +224,10 @@ class ScaledAllReduceCall(AllReduceCall):
         scaled = f", scaled{', weighted' if self._is_weighted else ''}"
         by = "" if postscale is None else f" by {postscale!r}"
         name = f"all_reduce{scaled} of {reducer.source}{by}"
+        options = ReduceOptions(*choice)
         super().__init__(communicator, operand, inner, name=name, options=options)
 
     def stages(self) -> Generator[Stage, None, Any]:
-        """Yield the stages of the plain all-reduce, and scale its result."""
         total = yield from super().stages()
         if self._is_weighted:
             total = total[0] / total[1]  # nan where all weights are 0
@@ -265,28 +260,22 @@ def agree(
 
     `numbers` is flat and alike on all ranks. `spec` describes the call; None for `name`.
     """
-    make = partial(_agreement, communicator, op, name)
-    output = call_persistent(communicator, (name, op), numbers, None, timeout, make, spec)
+    check = partial(agreement_call, communicator, name, op, None, numbers)
+    output = call_persistent(communicator, (name, op), numbers, None, timeout, check, spec)
     if output is None:
-        check = partial(agreement_request, communicator, name, op, numbers, spec)
+        check = partial(agreement_call, communicator, name, op, spec, numbers)
         output = communicator.perform(spec or name, check, timeout)
     return output  # type: ignore[no-any-return]
 
 
-def _agreement(
-    communicator: Communicator, op: str, name: str, x: NDArray[Any], _out: None
-) -> AllReduceCall:
-    return AllReduceCall(communicator, x, op, name=name)
-
-
-def agreement_request(
+def agreement_call(
     communicator: Communicator,
     name: str,
     op: str,
-    numbers: NDArray[Any],
     spec: CollectiveSpec | None,
+    numbers: NDArray[Any],
 ) -> AllReduceCall:
-    """Return the request of the slow path of `agree`."""
+    """Return the call of `agree`."""
     call = AllReduceCall(communicator, numbers, op, name=name)
     call.spec = spec or call.spec
     return call

@@ -12,9 +12,6 @@ from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.persistent_reduce import prepare_barrier
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from syncvar.collectives.dispatch import Make
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
@@ -43,21 +40,22 @@ def barrier(
         >>> import syncvar as sv
         >>> sv.barrier()
     """
-    work = make_call(barrier, None, BarrierCall, _NOTHING, None, group, async_op, timeout, {})
+    work = make_call(barrier, _BarrierCall, _NOTHING, None, group, async_op, timeout, {})
     # Without the C extension the persistent call returns an empty array.
     return None if isinstance(work, np.ndarray) else work
 
 
-class BarrierCall(MeetingCall, Cacheable):
+class _BarrierCall(MeetingCall, Cacheable):
     """A barrier."""
 
     def __init__(self, communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> None:
         super().__init__(communicator, CollectiveSpec("barrier"))
 
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any], make: Make
-    ) -> PreparedCall | None:
-        """Build the persistent call; see `Cacheable`."""
-        if communicator.forced("barrier") is None:
-            return prepare_barrier(communicator, self.spec)
+    @staticmethod
+    def form_of(_communicator: Communicator, x: Any, _out: None, _rest: Any) -> Any:
+        return x
+
+    def prepared(self, _like: Any) -> PreparedCall | None:
+        if self.communicator.forced("barrier") is None:
+            return prepare_barrier(self.communicator, self.spec)
         return uncacheable

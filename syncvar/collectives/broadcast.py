@@ -13,14 +13,7 @@ from syncvar.collectives.stage_builders import (
     exchange,
     require_same,
 )
-from syncvar.collectives.transfer_args import (
-    UNMOVED,
-    TransferCall,
-    detail_of,
-    moves,
-    plain_form,
-    result_buffer,
-)
+from syncvar.collectives.transfer_args import UNMOVED, TransferCall, detail_of, moves, result_buffer
 from syncvar.core.array_arguments import deliver
 from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
@@ -89,9 +82,7 @@ def broadcast(
         array([0, 1, 2])
     """
     rest = (root, algorithm)
-    return make_call(
-        broadcast, plain_form, BroadcastCall, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(broadcast, BroadcastCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
 class BroadcastCall(TransferCall):

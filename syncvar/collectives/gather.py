@@ -14,6 +14,7 @@ from syncvar.collectives.stage_builders import exchange, gather_flat, require_sa
 from syncvar.collectives.transfer_args import (
     TransferCall,
     detail_of,
+    even_parts,
     moves,
     result_buffer,
 )
@@ -76,25 +77,21 @@ def all_gather(
         (1,)
     """
     rest = (axis, algorithm)
-    return make_call(
-        all_gather, _form, AllGatherCall, x, out, group, async_op, timeout, _foreign, rest
-    )
-
-
-def _form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    """Return the array of a gather along axis 0, or None for any other gather."""
-    *numbers, algorithm = rest  # the axis is the last number
-    is_plain = algorithm is None and all(type(one) is int for one in numbers)
-    array = plain_array(x) if is_plain else None
-    if array is None or numbers[-1] not in (0, -max(1, array.ndim)):
-        return None
-    return array if array.ndim else array.reshape(1)
+    return make_call(all_gather, AllGatherCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
 class AllGatherCall(TransferCall):
     """An all-gather, or a gather to `root`; `keep` copies the input."""
+
+    @staticmethod
+    def form_of(_communicator: Communicator, x: Any, _out: Any, rest: Any) -> NDArray[Any] | None:
+        """Return the array of a gather along axis 0, or None for any other gather."""
+        *numbers, algorithm = rest  # the axis is the last number
+        is_plain = algorithm is None and all(type(one) is int for one in numbers)
+        array = plain_array(x) if is_plain else None
+        if array is None or numbers[-1] not in (0, -max(1, array.ndim)):
+            return None
+        return array if array.ndim else array.reshape(1)
 
     def __init__(  # noqa: PLR0913  (the arguments of two public calls)
         self,
@@ -227,9 +224,9 @@ def gathered_blocks(
     outgoing = () if rank == root else (array,)
     if root not in (None, rank):
         return Blocks(NOTHING, outgoing)
-    rows = array.shape[0]
-    output = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
-    parts = [output[rows * peer : rows * (peer + 1)] for peer in range(size)]
+    shape = (size * array.shape[0], *array.shape[1:])
+    output = result_buffer(out, shape, array.dtype, array)
+    parts = even_parts(output, size)
     return Blocks(output, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
 
 
@@ -272,10 +269,10 @@ def gather(  # noqa: PLR0913  (public signature)
         array([0, 1, 2])
     """
     rest = (root, axis, algorithm)
-    return make_call(gather, _form, GatherCall, x, out, group, async_op, timeout, _foreign, rest)
+    return make_call(gather, _GatherCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-class GatherCall(AllGatherCall):
+class _GatherCall(AllGatherCall):
     """A gather to `root`; `keep` copies the input."""
 
     def __init__(

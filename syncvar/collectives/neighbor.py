@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, uncacheable
+from syncvar.collectives.dispatch import make_call
 from syncvar.collectives.groups import Mesh
 from syncvar.collectives.stage_builders import exchange, require_same
 from syncvar.collectives.transfer_args import TransferCall, detail_of, moves, result_buffer
@@ -68,10 +68,9 @@ def neighbor_all_gather(
 
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_allgather`).
     """
-    rest, call = (mesh, periodic, "neighbor_all_gather"), NeighborCall
-    return make_call(
-        neighbor_all_gather, uncacheable, call, x, out, None, async_op, timeout, _foreign, rest
-    )
+    rest = (mesh, periodic, "neighbor_all_gather")
+    call = _NeighborCall
+    return make_call(neighbor_all_gather, call, x, out, None, async_op, timeout, _foreign, rest)
 
 
 def neighbor_all_to_all(
@@ -115,10 +114,9 @@ def neighbor_all_to_all(
 
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_alltoall`).
     """
-    rest, call = (mesh, periodic, "neighbor_all_to_all"), NeighborCall
-    return make_call(
-        neighbor_all_to_all, uncacheable, call, x, out, None, async_op, timeout, _foreign, rest
-    )
+    rest = (mesh, periodic, "neighbor_all_to_all")
+    call = _NeighborCall
+    return make_call(neighbor_all_to_all, call, x, out, None, async_op, timeout, _foreign, rest)
 
 
 def neighbors(
@@ -158,21 +156,14 @@ def _checked_rings(mesh: Any, periodic: Any, size: int) -> tuple[bool, ...]:
     return tuple(rings)
 
 
-class NeighborCall(TransferCall):
+class _NeighborCall(TransferCall):
     """A call of one of the two collectives; `keep` copies the input."""
 
     # `inputs`: the block for each neighbour of this rank, all of one shape.
-    def __init__(  # noqa: PLR0913  (the arguments of two public calls)
-        self,
-        communicator: Communicator,
-        x: Any,
-        out: Any,
-        mesh: Any,
-        periodic: Any,
-        name: str,
-        *,
-        keep: bool,
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
     ) -> None:
+        mesh, periodic, name = rest
         rings = _checked_rings(mesh, periodic, communicator.size)
         array = as_array(x).copy() if keep else as_array(x)
         array_record(array)  # raises for too many dimensions
@@ -220,13 +211,12 @@ class NeighborCall(TransferCall):
         return output
 
     def arrange(self) -> Blocks:
-        """Return the arrays of a call in shared memory."""
         output = self._buffer()
         targets = [output[slot, ...] for slot, _ in self._others]
         return Blocks(output, self.inputs[: self._published], targets)
 
     def slow_path(self) -> Generator[Stage, None, Any]:
-        """Yield the stages over links: a header round, then an all-to-all among neighbours."""
+        # A header round, then an all-to-all among neighbours.
         communicator, rank, blocks = self.communicator, self.rank, self.inputs
         records = yield from exchange(communicator, array_record(blocks[0]))
         kinds = [(one.kind, one.dtype, one.shape) for one in records]

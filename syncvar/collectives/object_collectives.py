@@ -28,6 +28,7 @@ from syncvar.collectives.transfer_args import (
     UNMOVED,
     TransferCall,
     detail_of,
+    even_parts,
     moves,
     result_buffer,
 )
@@ -73,7 +74,7 @@ def all_gather_object(
         >>> sv.all_gather_object({"rank": sv.rank()})
         [{'rank': 0}]
     """
-    return _call(AllGatherObjectCall, o, None, group, timeout, async_op=async_op)
+    return _call(_AllGatherObjectCall, o, None, group, timeout, async_op=async_op)
 
 
 def broadcast_object(
@@ -106,7 +107,7 @@ def broadcast_object(
         >>> sv.broadcast_object([1, "two"])
         [1, 'two']
     """
-    return _call(BroadcastObjectCall, o, root, group, timeout, async_op=async_op)
+    return _call(_BroadcastObjectCall, o, root, group, timeout, async_op=async_op)
 
 
 def gather_object(
@@ -139,7 +140,7 @@ def gather_object(
         >>> sv.gather_object("me")
         ['me']
     """
-    return _call(GatherObjectCall, o, root, group, timeout, async_op=async_op)
+    return _call(_GatherObjectCall, o, root, group, timeout, async_op=async_op)
 
 
 def scatter_object(
@@ -173,7 +174,7 @@ def scatter_object(
         >>> sv.scatter_object(["for rank 0"])
         'for rank 0'
     """
-    return _call(ScatterObjectCall, objects, root, group, timeout, async_op=async_op)
+    return _call(_ScatterObjectCall, objects, root, group, timeout, async_op=async_op)
 
 
 def _call(
@@ -181,22 +182,17 @@ def _call(
 ) -> Any:
     """Make a call by its persistent call, which moves small objects, or by the slow path."""
     communicator, name = communicator_of(group), kind.name
+    check = partial(kind.of_value, communicator, root, value)
     if not async_op and (root is None or type(root) is int):
         try:
             heads = _heads(kind.pack(communicator, value, root))
         except Exception:  # of another library's tensor: the slow path raises it, informs the group
             heads = None
         if heads is not None:
-            make = partial(kind.of_heads, communicator, root)
-            output = call_persistent(communicator, (name, root), heads, None, timeout, make)
+            output = call_persistent(communicator, (name, root), heads, None, timeout, check)
             if output is not None:
                 return kind.unpack(communicator, _in_heads(output), root)
-    check = partial(kind.of_value, communicator, root, value)
     return communicator.perform(name, check, timeout, async_op=async_op)
-
-
-def _checked(root: Any, communicator: Communicator) -> int | None:
-    return None if root is None else checked_root(root, communicator)
 
 
 class _ObjectCall(TransferCall):
@@ -207,6 +203,7 @@ class _ObjectCall(TransferCall):
     """
 
     name: str
+    is_cut = False  # whether the root has an object for each rank
 
     @classmethod
     def pack(cls, _communicator: Communicator, value: Any, _root: int | None) -> list[bytes]:
@@ -221,13 +218,8 @@ class _ObjectCall(TransferCall):
     @classmethod
     def of_value(cls, communicator: Communicator, root: Any, value: Any) -> Self:
         """Check the arguments and return the call."""
-        source = _checked(root, communicator)
-        return cls(communicator, cls.pack(communicator, value, source), source)
-
-    @classmethod
-    def of_heads(cls, communicator: Communicator, root: Any, x: NDArray[Any], _out: None) -> Self:
-        """Return the call of small objects that `_heads` has packed."""
-        return cls(communicator, _in_heads(x), _checked(root, communicator))
+        root = None if root is None else checked_root(root, communicator)
+        return cls(communicator, cls.pack(communicator, value, root), root)
 
     def __init__(self, communicator: Communicator, packed: list[bytes], root: int | None) -> None:
         spec = CollectiveSpec(self.name)
@@ -237,37 +229,37 @@ class _ObjectCall(TransferCall):
         self._packed, self._root = packed, root
         heads = _heads(packed)
         detail = detail_of(_BYTE, (_HEAD_BYTES,), "objects")
-        small = TransferLayout(detail, _BYTE, (_HEAD_BYTES,), self._parts(), self._takes())
+        small = TransferLayout(
+            detail, _BYTE, (_HEAD_BYTES,), self.size if self.is_cut else 1, self._takes()
+        )
         if small.is_small and moves(communicator, self.name):
             self.layout = UNMOVED if heads is None else small
             self.inputs = [] if heads is None else [heads]
 
-    def _parts(self) -> int:
-        """Return the number of objects that one rank publishes at most."""
-        return 1
-
     def _takes(self) -> tuple[tuple[int, int], ...]:
         """Return (rank, number) of the objects that this rank gets from others."""
-        return () if self.rank == self._root or self._root is None else ((self._root, 0),)
+        if self.rank == self._root:
+            return ()
+        return ((self._root or 0, self.rank if self.is_cut else 0),)
 
     def finish(self, output: NDArray[Any] | list[bytes]) -> list[bytes]:
-        """Return the packed objects of a call in shared memory."""
         return _in_heads(output)
 
+    def slow_path_of(self, x: NDArray[Any], _out: None) -> Generator[Stage, None, Any]:
+        return type(self)(self.communicator, _in_heads(x), self._root).slow_path()
+
     def stages(self) -> Generator[Stage, None, Any]:
-        """Yield the stages, and unpack the result."""
         packed = yield from super().stages()
         return self.unpack(self.communicator, packed, self._root)
 
 
-class AllGatherObjectCall(_ObjectCall):
+class _AllGatherObjectCall(_ObjectCall):
     """A gather of objects on every rank."""
 
     name = "all_gather_object"
 
     @classmethod
     def unpack(cls, communicator: Communicator, packed: list[bytes], root: int | None) -> Any:
-        """Return the objects of all ranks, None on a rank that is not the root."""
         if root is not None and communicator.rank != root:
             return None
         output = [unpack_object(data) for data in packed]
@@ -277,48 +269,43 @@ class AllGatherObjectCall(_ObjectCall):
         return other_ranks(self.size, self.rank) if self._root in (None, self.rank) else ()
 
     def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call of small objects."""
         return gathered_blocks(x, out, self.size, self.rank, self._root)
 
     def slow_path(self) -> Generator[Stage, None, list[bytes]]:
-        """Return the stages of a gather of bytes."""
         return gather_bytes(self.communicator, self._packed[0], self._root)
 
 
-class GatherObjectCall(AllGatherObjectCall):
+class _GatherObjectCall(_AllGatherObjectCall):
     """A gather of objects on the root."""
 
     name = "gather_object"
 
 
-class BroadcastObjectCall(_ObjectCall):
+class _BroadcastObjectCall(_ObjectCall):
     """A broadcast of the root's object."""
 
     name = "broadcast_object"
 
     @classmethod
     def pack(cls, communicator: Communicator, value: Any, root: int | None) -> list[bytes]:
-        """Return the root's packed object."""
         return [pack_object(value) if communicator.rank == root else b""]
 
     def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call of small objects."""
         return broadcast_blocks(x, out, is_root=self.rank == self._root)
 
     def slow_path(self) -> Generator[Stage, None, list[bytes]]:
-        """Yield the stages of a broadcast of bytes."""
         assert self._root is not None
         return [(yield from broadcast_bytes(self.communicator, self._packed[0], self._root))]
 
 
-class ScatterObjectCall(_ObjectCall):
+class _ScatterObjectCall(_ObjectCall):
     """A scatter of the root's objects."""
 
     name = "scatter_object"
+    is_cut = True
 
     @classmethod
     def pack(cls, communicator: Communicator, value: Any, root: int | None) -> list[bytes]:
-        """Return the root's packed objects, one for each rank that takes part."""
         if communicator.rank != root:
             return [b""]
         count, is_list = len(communicator.whole), isinstance(value, list | tuple)
@@ -331,22 +318,14 @@ class ScatterObjectCall(_ObjectCall):
             value = [value[rank] for rank in communicator.present]
         return [pack_object(o) for o in value]
 
-    def _parts(self) -> int:
-        return self.size
-
-    def _takes(self) -> tuple[tuple[int, int], ...]:
-        return () if self.rank == self._root else ((self._root or 0, self.rank),)
-
     def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call of small objects."""
         output = result_buffer(out, (_HEAD_BYTES,), _BYTE, x)
         if self.rank != self._root:
             return Blocks(output, targets=(output,))
-        parts = [x[start : start + _HEAD_BYTES] for start in range(0, x.size, _HEAD_BYTES)]
+        parts = even_parts(x, self.size)
         return Blocks(output, parts, own=parts[self.rank], own_target=output)
 
     def slow_path(self) -> Generator[Stage, None, list[bytes]]:
-        """Yield a broadcast of the lengths, then a scatter of the bytes."""
         communicator, packed, root = self.communicator, self._packed, self._root
         assert root is not None
         lengths = pack_object([len(data) for data in packed])

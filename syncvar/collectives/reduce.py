@@ -13,7 +13,7 @@ import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, native_dispatch
+from syncvar.collectives.dispatch import make_call, native_dispatch, plain_form
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
     ReduceOptions,
@@ -27,9 +27,9 @@ from syncvar.collectives.reduce_args import (
 )
 from syncvar.collectives.transfer_args import (
     TransferCall,
+    even_parts,
     moves,
     place_of,
-    plain_form,
     result_buffer,
 )
 from syncvar.core.array_arguments import as_array, checked_output, deliver
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
@@ -91,25 +90,18 @@ def reduce(  # noqa: PLR0913  (public signature)
         array([1., 2.])
     """
     rest = (op_name(op), root, algorithm)
-    return make_call(
-        reduce, plain_form, ReduceCall, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(reduce, _ReduceCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-class ReduceCall(ReductionCall):
+class _ReduceCall(ReductionCall):
     """A reduce; the input is copied now, and with `keep` its tree."""
 
+    form_of = staticmethod(plain_form)
+
     def __init__(
-        self,
-        communicator: Communicator,
-        x: Any,
-        out: Any,
-        op: str,
-        root: int,
-        algorithm: str | None,
-        *,
-        keep: bool,
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
     ) -> None:
+        op, root, algorithm = rest
         root = checked_root(root, communicator)
         is_root = communicator.member_rank == root
         structure, arrays = arrays_in(x, out)
@@ -145,7 +137,6 @@ class ReduceCall(ReductionCall):
         super().__init__(communicator, spec, is_entered=is_entered)
 
     def stages(self) -> Generator[Stage, None, Any]:
-        """Yield the stages of each array, then the release of the other ranks."""
         communicator, root, left = self.communicator, self._root, []
         options = {"root": root, "algorithm": self._algorithm}
         for reducer, work in zip(self._reducers, self._works, strict=True):
@@ -198,7 +189,7 @@ def scan(
         array([1., 2.])
     """
     rest = (op_name(op), algorithm)
-    return make_call(scan, plain_form, ScanCall, x, out, group, async_op, timeout, {}, rest)
+    return make_call(scan, _ScanCall, x, out, group, async_op, timeout, {}, rest)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -236,40 +227,33 @@ def exscan(
         array([1., 1.])
     """
     rest = (op_name(op), algorithm)
-    return make_call(exscan, plain_form, ExscanCall, x, out, group, async_op, timeout, {}, rest)
+    return make_call(exscan, _ExscanCall, x, out, group, async_op, timeout, {}, rest)
 
 
-class ScanCall(ReductionCall):
+class _ScanCall(ReductionCall):
     """A scan; the input is copied now."""
 
     name = "scan"
     ends = ResultPlacement(name)
+    form_of = staticmethod(plain_form)
 
     def __init__(
-        self,
-        communicator: Communicator,
-        x: Any,
-        out: Any,
-        op: str,
-        algorithm: str | None,
-        **_keep: bool,
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, **_keep: bool
     ) -> None:
+        op, algorithm = rest
         array = as_array(x)
         check_finite(array, self.name)
         options = ReduceOptions(algorithm=algorithm)
         reducer, spec = describe_reduction(array, op, self.name, options)
         super().__init__(communicator, spec, is_entered=array.dtype == reducer.result)
-        self._count = self._counted(communicator.member_rank, reducer)
+        is_exscan = self.name == "exscan"
+        self._neutral = identity(reducer) if is_exscan else None  # raises if there is none
+        self._count = communicator.member_rank + (not is_exscan)  # inputs that are combined
         self._out = None if out is None else checked_output(out, array.shape, reducer.result)
         self._work = contribution(array, reducer, communicator.home_rank)
         self._reducer, self._shape, self._algorithm = reducer, array.shape, algorithm
 
-    def _counted(self, rank: int, _reducer: Reduction) -> int:
-        """Return of how many ranks this rank gets the combination."""
-        return rank + 1
-
     def stages(self) -> Generator[Stage, None, Any]:
-        """Yield the stages of the schedule, then the release of the other ranks."""
         communicator, work, reducer = self.communicator, self._work, self._reducer
         left = yield from run_plan(
             communicator, self.name, work, reducer, algorithm=self._algorithm
@@ -277,18 +261,14 @@ class ScanCall(ReductionCall):
         yield from release_others(communicator, communicator.size - 1)
         if self._count:
             return outcome(left, work, self._count, self._shape, self._out)
-        return deliver(np.full(self._shape, identity(reducer), reducer.result), self._out)
+        return deliver(np.full(self._shape, self._neutral, reducer.result), self._out)
 
 
-class ExscanCall(ScanCall):
+class _ExscanCall(_ScanCall):
     """An exclusive scan; the input is copied now."""
 
     name = "exscan"
     ends = ResultPlacement(name)
-
-    def _counted(self, rank: int, reducer: Reduction) -> int:
-        identity(reducer)  # raises on all ranks for an op that has none
-        return rank
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -331,39 +311,29 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
         array([0., 1., 2.])
     """
     rest = (op_name(op), lengths, algorithm)
-    call = ReduceScatterCall
     return make_call(
-        reduce_scatter, _cut_form, call, x, out, group, async_op, timeout, _foreign, rest
+        reduce_scatter, _ReduceScatterCall, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _cut_form(
-    communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    op, lengths, algorithm = rest
-    is_plain = (
-        type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
-    )
-    return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
-
-
-class ReduceScatterCall(TransferCall):
+class _ReduceScatterCall(TransferCall):
     """A reduce-scatter; `keep` copies the input.
 
     In shared memory equal pieces are moved, and combined on the way.
     """
 
+    @staticmethod
+    def form_of(communicator: Communicator, x: Any, _out: Any, rest: Any) -> NDArray[Any] | None:
+        op, lengths, algorithm = rest
+        is_plain = (
+            type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
+        )
+        return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
+
     def __init__(
-        self,
-        communicator: Communicator,
-        x: Any,
-        out: Any,
-        op: str,
-        lengths: Any,
-        algorithm: str | None,
-        *,
-        keep: bool,
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
     ) -> None:
+        op, lengths, algorithm = rest
         array = as_array(x)
         check_finite(array, "reduce_scatter")
         if array.ndim == 0:
@@ -404,15 +374,12 @@ class ReduceScatterCall(TransferCall):
         return TransferLayout(None, dtype, shape, size - 1, takes, ufunc=sums[0], divisor=sums[1])
 
     def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call with equal pieces in shared memory."""
-        rank, length = self.rank, self._shape[0]
+        rank, blocks = self.rank, even_parts(x, self.size)
         output = result_buffer(out, self._shape, self._reducer.result, x)
-        blocks = [x[length * peer : length * (peer + 1)] for peer in range(self.size)]
         others = (*blocks[:rank], *blocks[rank + 1 :])
         return Blocks(output, others, (output,), np.ascontiguousarray(blocks[rank]))
 
     def slow_path(self) -> Generator[Stage, None, Any]:
-        """Yield the stages for links, and for all other calls."""
         (work,), reducer, shape, rows = self.inputs, self._reducer, self._shape, self._rows
         width = prod(shape[1:]) // prod(reducer.element_shape)
         counts = tuple(row * width for row in rows)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.dispatch import Make
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
@@ -288,11 +287,9 @@ class ReductionCall(Cacheable):
         super().__init__(spec)
         self.communicator, self.op, self.is_entered = communicator, spec.op, is_entered
 
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
-    ) -> PreparedCall | None:
+    def prepared(self, like: NDArray[Any] | PyTree) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        return prepare_form(communicator, like, self.op, self.spec, self.ends)
+        return prepare_form(self.communicator, like, self.op, self.spec, self.ends)
 
 
 def prepare_form(

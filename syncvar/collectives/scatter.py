@@ -17,6 +17,7 @@ from syncvar.collectives.transfer_args import (
     UNMOVED,
     TransferCall,
     detail_of,
+    even_parts,
     moves,
     place_of,
     result_buffer,
@@ -78,43 +79,30 @@ def scatter(
         array([0, 1, 2])
     """
     rest = (root, algorithm)
-    return make_call(
-        scatter, _scatter_form, ScatterCall, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(scatter, _ScatterCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-def _scatter_form(
-    communicator: Communicator, x: Any, out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    """Return the array of a call that may be persistent, else None.
-
-    Ranks that are not the root expect a part like `out`, or like the last one. If it differs, the
-    slow path sends its shape.
-    """
-    root, algorithm = rest
-    if type(root) is not int or algorithm is not None:
-        return None
-    if communicator.rank == root:
-        is_plain = type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0
-        return x if is_plain else None
-    if x is not None and type(x) is not np.ndarray:  # the result may have to be a tensor like it
-        return None
-    return out if type(out) is np.ndarray else communicator.last_parts.get(root)
-
-
-class ScatterCall(TransferCall):
+class _ScatterCall(TransferCall):
     """A scatter; `keep` copies the root's arrays."""
 
+    @staticmethod
+    def form_of(communicator: Communicator, x: Any, out: Any, rest: Any) -> NDArray[Any] | None:
+        # Ranks that are not the root expect a part like `out`, or like the last one. If it differs,
+        # the slow path sends its shape.
+        root, algorithm = rest
+        if type(root) is not int or algorithm is not None:
+            return None
+        if communicator.rank == root:
+            is_plain = type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0
+            return x if is_plain else None
+        if x is not None and type(x) is not np.ndarray:  # perhaps the result is a tensor like it
+            return None
+        return out if type(out) is np.ndarray else communicator.last_parts.get(root)
+
     def __init__(
-        self,
-        communicator: Communicator,
-        x: Any,
-        out: Any,
-        root: int,
-        algorithm: str | None,
-        *,
-        keep: bool,
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
     ) -> None:
+        root, algorithm = rest
         size, rank = communicator.size, communicator.member_rank
         root = checked_root(root, communicator)
         parts: list[NDArray[Any]] = []
@@ -133,20 +121,17 @@ class ScatterCall(TransferCall):
                 takes = () if rank == root else ((root, place_of(root, rank)),)
                 detail = detail_of(like.dtype, like.shape)
                 layout = TransferLayout(detail, like.dtype, like.shape, size - 1, takes)
-        shown = (f"root {root}",)
-        spec = CollectiveSpec("scatter", root=root, algorithm=algorithm, shown=shown)
+        spec = CollectiveSpec("scatter", root=root, algorithm=algorithm, shown=(f"root {root}",))
         super().__init__(communicator, spec, layout, parts, out)
         self._root, self._is_root, self._algorithm = root, rank == root, algorithm
 
+    def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
+        return even_parts(x, self.size) if self._is_root else []
+
     def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call that cuts `x`, on the root, into parts of one shape."""
-        if not self._is_root:
-            return self._blocks([], out)
-        rows = x.shape[0] // self.size
-        return self._blocks([x[rows * at : rows * (at + 1)] for at in range(self.size)], out)
+        return self._blocks(self.parts_of(x), out)
 
     def arrange(self) -> Blocks:
-        """Return the arrays of this call."""
         return self._blocks(self.inputs, self.out)
 
     def _blocks(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
@@ -158,7 +143,7 @@ class ScatterCall(TransferCall):
         return Blocks(output, targets=(output,))
 
     def slow_path(self) -> Generator[Stage, None, Any]:
-        """Yield a broadcast of the shapes, then the scatter of the parts."""
+        # A broadcast of the shapes, then the scatter of the parts.
         communicator, root, parts, skeleton = self.communicator, self._root, self.inputs, b""
         if parts:
             shapes = [list(part.shape) for part in parts]
@@ -239,33 +224,34 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
-    rest, call = (algorithm,), AllToAllCall
+    rest = (algorithm,)
     return make_call(
-        all_to_all, _exchange_form, call, parts, out, group, async_op, timeout, _foreign, rest
+        all_to_all, _AllToAllCall, parts, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _exchange_form(
-    communicator: Communicator, parts: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    (algorithm,) = rest
-    is_plain = (
-        type(parts) is np.ndarray
-        and algorithm is None
-        and parts.ndim
-        and parts.shape[0] % communicator.size == 0
-    )
-    return parts if is_plain else None
-
-
-class AllToAllCall(TransferCall):
+class _AllToAllCall(TransferCall):
     """An all-to-all; `keep` copies the parts."""
+
+    @staticmethod
+    def form_of(
+        communicator: Communicator, parts: Any, _out: Any, rest: Any
+    ) -> NDArray[Any] | None:
+        (algorithm,) = rest
+        is_plain = (
+            type(parts) is np.ndarray
+            and algorithm is None
+            and parts.ndim
+            and parts.shape[0] % communicator.size == 0
+        )
+        return parts if is_plain else None
 
     def __init__(
         self, communicator: Communicator, parts: Any, out: Any, algorithm: str | None, *, keep: bool
     ) -> None:
         mine = cut(parts, communicator, "all_to_all")
-        outs = None if out is None else _checked_outs(out, communicator, mine)
+        if out is not None:
+            _checked_outs(out, communicator, mine)
         if keep:
             mine = [part.copy() for part in mine]
         shape, dtype, layout = mine[0].shape, mine[0].dtype, None
@@ -288,16 +274,19 @@ class AllToAllCall(TransferCall):
             is_uniform=False,
             shown=(dtype.name, f"{nbytes} bytes"),
         )
-        super().__init__(communicator, spec, layout, mine, outs)
+        super().__init__(communicator, spec, layout, mine, out)
 
     def arrange(self) -> Blocks | None:
-        """Return the arrays of this call; None if `out` does not serve."""
-        return self._blocks(self.inputs, self.out)
+        return self._blocks(self.inputs, self._outs(self.inputs, self.out))
+
+    def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
+        return even_parts(x, self.size)
+
+    def _outs(self, mine: list[NDArray[Any]], out: Any) -> list[NDArray[Any]] | None:
+        return None if out is None else _checked_outs(out, self.communicator, mine)
 
     def bind(self, x: NDArray[Any], out: Any) -> Blocks | None:
-        """Return the arrays of a call that cuts `x`; see `TransferCall`."""
-        size, rows = self.size, x.shape[0] // self.size
-        mine = [x[place * rows : (place + 1) * rows] for place in range(size)]
+        mine = self.parts_of(x)
         output = np.empty(x.shape, x.dtype) if out is None else out
         is_like_x = (
             type(output) is np.ndarray
@@ -306,9 +295,9 @@ class AllToAllCall(TransferCall):
             and output.flags.carray
         )
         if is_like_x and not np.may_share_memory(output, x):
-            targets = [output[place * rows : (place + 1) * rows] for place in range(size)]
-            return _sides(mine, targets, self.rank)._replace(output=output, parts=size)
-        return self._blocks(mine, _checked_outs(out, self.communicator, mine))
+            blocks = _sides(mine, even_parts(output, self.size), self.rank)
+            return blocks._replace(output=output, parts=self.size)
+        return self._blocks(mine, self._outs(mine, out))
 
     def _blocks(self, mine: list[NDArray[Any]], outs: list[NDArray[Any]] | None) -> Blocks | None:
         """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
@@ -326,12 +315,11 @@ class AllToAllCall(TransferCall):
         return _sides(mine, output, self.rank)
 
     def finish(self, output: list[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Return one array for each rank; empty ones for ranks that left a block of `sv.uneven`."""
+        # One array for each rank; empty ones for ranks that left a block of `sv.uneven`.
         empty = np.empty((0, *output[0].shape[1:]), output[0].dtype)
         return by_rank(self.communicator, list(output), empty)
 
     def slow_path(self) -> Generator[Stage, None, list[NDArray[Any]]]:
-        """Yield an exchange of the shapes, then one of the parts."""
         communicator, mine = self.communicator, self.inputs
         header = [dtype_index(mine[0].dtype), [list(part.shape) for part in mine]]
         packed = yield from gather_bytes(communicator, pack_object(header))
@@ -343,8 +331,9 @@ class AllToAllCall(TransferCall):
             }
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
         output = yield from self._exchanged([shapes for _, shapes in headers])
-        if self.out is not None:
-            output = [deliver(one, target) for one, target in zip(output, self.out, strict=True)]
+        outs = self._outs(mine, self.out)
+        if outs is not None:
+            output = [deliver(one, target) for one, target in zip(output, outs, strict=True)]
         return self.finish(output)
 
     def _exchanged(

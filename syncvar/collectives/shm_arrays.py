@@ -23,13 +23,14 @@ from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from numpy.typing import DTypeLike, NDArray
 
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
     from syncvar.shm.segment import SharedSegment
 
 _WORD = np.dtype(np.uint64)
@@ -207,30 +208,38 @@ def memory_in_common(
 
     Collective. `check` checks the arguments; the group's first rank allocates.
     """
-    allocation = _Allocation(context, communicator, name, check)
+    mappings: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
+    mappings[:] = [one for one in mappings if not one.marks.all()]  # free the rest
+    count, make = len(mappings), partial(_AllocationCall, context, communicator, name, check)
     try:
-        found = communicator.perform(name, allocation.request, timeout).tobytes()
+        call, found = communicator.perform(name, make, timeout)
     except MismatchError:
-        allocation.release()  # no rank has received it
+        del mappings[count:]  # no rank has received it
         raise
-    wanted = allocation.wanted
-    assert wanted is not None
+    nbytes = call.wanted.nbytes
     if not any(found):
         first = communicator.members[0]
-        return allocation.refusal or SharedMemoryFull(
-            f"{wanted.call}: rank {first} has no room for {format_bytes(wanted.nbytes)} of shared "
-            "memory"
+        return call.refusal or SharedMemoryFull(
+            f"{call.spec}: rank {first} has no room for {format_bytes(nbytes)} of shared memory"
         )
     shm = context.shm
     assert shm is not None
     offset, rank = shm.resolve(SharedMemoryReference.unpack(found)), communicator.member_rank
     mark = shm.view(offset, communicator.size, _WORD)[rank : rank + 1]
-    hold = _Hold(shm, offset + allocation.head, max(1, wanted.nbytes), mark)
-    return np.asarray(hold)[: wanted.nbytes]
+    hold = _Hold(shm, offset + _head_of(communicator), max(1, nbytes), mark)
+    return np.asarray(hold)[:nbytes]
 
 
-class _Allocation:
-    """The memory that the first rank of a group allocates, and the call that broadcasts it."""
+def _head_of(communicator: Communicator) -> int:
+    """Return the bytes of the words of the ranks, in front of the memory."""
+    return -(-communicator.size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
+
+
+class _AllocationCall(BroadcastCall):
+    """A call in which the first rank allocates memory and broadcasts where it is.
+
+    Its result is (this call, reference to the memory).
+    """
 
     def __init__(
         self,
@@ -239,49 +248,19 @@ class _Allocation:
         name: str,
         check: Callable[[], SharedArraySpec],
     ) -> None:
-        self._context, self._communicator = context, communicator
-        self._name, self._check = name, check
-        # Bytes in front of the memory, for the words of the ranks.
-        self.head = -(-communicator.size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
-        self._mappings: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
-        self.wanted: SharedArraySpec | None = None
-        self.refusal: SharedMemoryFull | None = None
-
-    def request(self) -> BroadcastCall:
-        """Check the arguments, allocate on the first rank, and return the call."""
-        self.wanted = self._check()
+        self.wanted, self.refusal = check(), None
         reference = bytes(REFERENCE_NBYTES)  # of no memory
-        if self._communicator.member_rank == 0:
-            # Free what no rank uses any more.
-            self._mappings[:] = [one for one in self._mappings if not one.marks.all()]
+        if communicator.member_rank == 0:
             try:
-                reference = self._allocate(self.wanted)
+                reference = _allocate(context, communicator, self.wanted)
             except SharedMemoryFull as error:
                 self.refusal = error
-        data = np.frombuffer(reference, np.uint8)
-        call = BroadcastCall(self._communicator, data, name=self._name)
-        call.spec = self.wanted.call
-        return call
+        super().__init__(communicator, np.frombuffer(reference, np.uint8), name=name)
+        self.spec = self.wanted.call
 
-    def _allocate(self, wanted: SharedArraySpec) -> bytes:
-        """Allocate memory with the words in front, write the content, and return a reference."""
-        shm = self._context.shm
-        assert shm is not None
-        block = shm.empty(self.head + max(1, wanted.nbytes), np.uint8)
-        offset = shm.locate(block)
-        assert offset is not None
-        marks = shm.view(offset, self._communicator.size, _WORD)
-        marks[:] = 0
-        content = 0 if wanted.content is None else wanted.content
-        block[self.head : self.head + wanted.nbytes] = content
-        self._mappings.append(_SharedMapping(offset, block, marks))
-        return shm.refer(offset, block.nbytes).pack()
-
-    def release(self) -> None:
-        """Release the memory of a call that has failed."""
-        is_first = self._communicator.member_rank == 0
-        if is_first and self.wanted is not None and self.refusal is None:
-            self._mappings.pop()
+    def stages(self) -> Generator[Stage, None, tuple[_AllocationCall, bytes]]:
+        reference = yield from super().stages()
+        return self, reference.tobytes()
 
 
 class _Hold:
@@ -308,9 +287,24 @@ class _Hold:
 class _SharedMapping(NamedTuple):
     """Shared memory that this process has allocated, and the words of the ranks in front of it."""
 
-    offset: int
     block: NDArray[Any]
     marks: NDArray[Any]
+
+
+def _allocate(
+    context: ProcessContext, communicator: Communicator, wanted: SharedArraySpec
+) -> bytes:
+    """Allocate the memory and the words in front of it, write the content, return a reference."""
+    shm, head = context.shm, _head_of(communicator)
+    assert shm is not None
+    block = shm.empty(head + max(1, wanted.nbytes), np.uint8)
+    offset = shm.locate(block)
+    assert offset is not None
+    marks = shm.view(offset, communicator.size, _WORD)
+    marks[:] = 0
+    block[head : head + wanted.nbytes] = 0 if wanted.content is None else wanted.content
+    context.extras["memory_in_common"].append(_SharedMapping(block, marks))
+    return shm.refer(offset, block.nbytes).pack()
 
 
 def _require_one_host(context: ProcessContext, communicator: Communicator) -> None:

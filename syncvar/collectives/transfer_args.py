@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
+from syncvar.collectives.dispatch import Cacheable, plain_form, uncacheable
 from syncvar.core.array_arguments import deliver
 from syncvar.core.errors import InternalError
 from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.dispatch import Make
     from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
@@ -32,15 +31,6 @@ UNMOVED = TransferLayout(0, NOTHING.dtype)
 def moves(communicator: Communicator, collective: str, algorithm: str | None = None) -> bool:
     """Return whether a collective moves blocks through shared memory; the same on all ranks."""
     return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
-
-
-def plain_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    """Return the array of a call with an op, a root, or both, and no algorithm; else None."""
-    *options, algorithm = rest
-    is_plain = all(isinstance(one, str) or type(one) is int for one in options)
-    return plain_array(x) if is_plain and algorithm is None else None
 
 
 class TransferCall(Cacheable):
@@ -54,6 +44,8 @@ class TransferCall(Cacheable):
         out: The caller's output, or None.
     """
 
+    form_of = staticmethod(plain_form)
+
     def __init__(
         self,
         communicator: Communicator,
@@ -66,11 +58,12 @@ class TransferCall(Cacheable):
         self.communicator, self.layout, self.inputs, self.out = communicator, layout, inputs, out
         self.size, self.rank = communicator.size, communicator.member_rank
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call with such an input.
+    def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return the `inputs` of a persistent call; this object has none then, and no `out`."""
+        return [x]
 
-        In a persistent call this object has no `inputs` and no `out`.
-        """
+    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
+        """Return the arrays of a call with such an input."""
         raise NotImplementedError
 
     def arrange(self) -> Blocks | None:
@@ -89,6 +82,12 @@ class TransferCall(Cacheable):
         """Return the stages for links, and for inputs that differ between ranks."""
         raise InternalError(f"{self.spec}: the inputs of the ranks differ, but must not")
 
+    def slow_path_of(self, x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
+        """Return the slow path of a persistent call."""
+        call = copy(self)
+        call.inputs, call.out = self.parts_of(x), out
+        return call.slow_path()
+
     def stages(self) -> Generator[Stage, None, Any]:
         """Yield the movement, then the slow path if nothing has been moved."""
         layout = self.layout
@@ -102,21 +101,13 @@ class TransferCall(Cacheable):
                 return self.finish(movement.blocks.output)
         return (yield from self.slow_path())
 
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any], make: Make
-    ) -> PreparedCall | None:
+    def prepared(self, like: NDArray[Any]) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
         if self.layout is None or not like.dtype.isnative:
             return uncacheable
         self.inputs, self.out = [], None  # the persistent call keeps this object
-        slow_path = partial(_slow_path, make)
-        return prepare_move(communicator, self.spec, self.layout, self.bind, slow_path, like)
-
-
-def _slow_path(make: Make, x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
-    call = make(x, out)
-    assert isinstance(call, TransferCall)
-    return call.slow_path()
+        paths = self.bind, self.slow_path_of
+        return prepare_move(self.communicator, self.spec, self.layout, *paths, like)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
@@ -139,6 +130,12 @@ def result_buffer(
 def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
     """Return the arrays of a call if its result, where there is one, is in `out`."""
     return blocks if out is None or blocks.output is out or blocks.output is NOTHING else None
+
+
+def even_parts(x: NDArray[Any], size: int) -> list[NDArray[Any]]:
+    """Return the parts of an array that is cut along axis 0, all of one shape."""
+    rows = x.shape[0] // size
+    return [x[rows * place : rows * (place + 1)] for place in range(size)]
 
 
 def place_of(source: int, dest: int) -> int:

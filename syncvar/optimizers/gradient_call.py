@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.gradient_buckets import BucketPlan
-    from syncvar.runtime.communicator import CheckedCall, Communicator
+    from syncvar.runtime.communicator import CheckedCall
     from syncvar.variables.variable_owner import VariableOwner
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
@@ -197,13 +197,8 @@ def combine_cached(
         return False
     communicator, bucket = owner.communicator, plan.shared[0]
     array = bucket.whole if weighted else bucket.flat  # the last element of `whole` is the weight
-    make = partial(_combining_call, communicator, op, ReduceOptions(owner.reproducible))
+    options = ReduceOptions(owner.reproducible)
+    check = partial(AllReduceCall, communicator, array, op, out=array, name=_NAME, options=options)
     key = (_NAME, op, owner.reproducible)
-    found = call_persistent(communicator, key, array, array, owner.timeout, make, spec)
+    found = call_persistent(communicator, key, array, array, owner.timeout, check, spec)
     return found is not None
-
-
-def _combining_call(
-    communicator: Communicator, op: str, options: ReduceOptions, x: Any, out: Any
-) -> AllReduceCall:
-    return AllReduceCall(communicator, x, op, out=out, name=_NAME, options=options)

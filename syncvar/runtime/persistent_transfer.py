@@ -57,8 +57,8 @@ def prepare_move(
         layout: Layout of the blocks.
         front: Function of (x, out) that returns the arrays of a call; None, or an error, for the
             slow path.
-        slow_path: Function of (x, out) that returns the stages of the call after the first one,
-            for inputs that differ between ranks.
+        slow_path: Function of (x, out) that returns the stages of a call after the first one, for
+            inputs that differ between ranks.
         example: Example input of this rank.
     """
     if not may_persist(communicator):
@@ -91,8 +91,11 @@ class BoundMove:
 
     def slow_path(self) -> Generator[Any, None, Any]:
         """Return the steps of the same call with a header, which inputs that differ need."""
-        stages, channel = self.program.slow_path(self.x, self.out), self.program.channel
-        output = yield from stage_steps(UNRECORDED, stages, channel, None, has_published=True)
+        program = self.program
+        stages = program.slow_path(self.x, self.out)
+        output = yield from stage_steps(
+            UNRECORDED, stages, program.channel, None, has_published=True
+        )
         # None would mean that nothing was done.
         return self.held.blocks.output if output is None else output
 

@@ -182,9 +182,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     return communicator.perform(_CALL, check, strategy.timeout)
 
 
-def _checked(
-    strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any, *_: Any
-) -> ValueReductionCall:
+def _checked(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> ValueReductionCall:
     """Check the arguments of a reduction, and return the call."""
     return ValueReductionCall(strategy, _prepare(reduce_op, value, axis))
 

@@ -199,7 +199,7 @@ def agree_on_variable(
     def check() -> CheckedCall:
         if checked is None:
             raise failure or InternalError("the arguments were neither checked nor rejected")
-        return CreateCall(owner, names.free(checked.base), checked, own=own)
+        return _CreateCall(owner, names.free(checked.base), checked, own=own)
 
     value: Any = None
     differ: list[int] = []
@@ -389,7 +389,7 @@ def _names(namespace: Any) -> Names:
     return names.setdefault(namespace, Names())
 
 
-class CreateCall(CheckedCall):
+class _CreateCall(CheckedCall):
     """A call that compares the arguments and gives every replica the chief's value.
 
     Its result is (value, replicas whose initial bytes differ from the chief's).
@@ -417,7 +417,6 @@ class CreateCall(CheckedCall):
         self._packed = pack_object([[*mine], digest, missing])
 
     def stages(self) -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
-        """Yield the stages of the arguments, then of the value."""
         owner, value, communicator = self._owner, self._value, self._owner.communicator
         packed = yield from gather_bytes(communicator, self._packed)
         everyone = list(map(unpack_object, packed))

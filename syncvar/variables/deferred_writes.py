@@ -189,7 +189,7 @@ class WriteQueue:
                 self.finish(self._started)
             elif self._waiting:
                 timeout = self._owner.timeout
-                check = partial(QueueSend, self, self._waiting)
+                check = partial(_QueueSend, self, self._waiting)
                 perform = partial(self.calls.perform, _CALL, check, timeout)
                 self._take(partial(perform, after_queued=False))
 
@@ -205,7 +205,7 @@ class WriteQueue:
         """Start to send the common prefix; None if the queue is empty."""
         with self._lock:
             if self._started is None and self._waiting:
-                check = partial(QueueSend, self, self._waiting)
+                check = partial(_QueueSend, self, self._waiting)
                 self._started = self.calls.perform(
                     _CALL, check, self._owner.timeout, async_op=True, after_queued=False
                 )
@@ -349,7 +349,7 @@ class WriteQueue:
             engine.queues.remove(self)
 
 
-class QueueSend(CheckedCall):
+class _QueueSend(CheckedCall):
     """A call that sends the common prefix of the queues."""
 
     def __init__(self, queue: WriteQueue, waiting: Sequence[Increment]) -> None:
@@ -357,7 +357,6 @@ class QueueSend(CheckedCall):
         self._queue, self._waiting = queue, list(waiting)
 
     def stages(self) -> Generator[Stage, None, FlushResult]:
-        """Return the stages of the queue."""
         return self._queue.stages(self._waiting)
 
 

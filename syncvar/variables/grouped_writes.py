@@ -483,7 +483,7 @@ class GroupedWrite:
             )
         return found
 
-    def _checked(self) -> GroupedWriteCall:
+    def _checked(self) -> _GroupedWriteCall:
         """Check the operands, and return the call that writes the variables."""
         owner, ops = self._owner, self._ops
         arrays = [self._operand(number) for number in range(len(self._states))]
@@ -499,10 +499,10 @@ class GroupedWrite:
         kinds = tuple([(rule.source, x.shape) for rule, x in zip(rules, arrays, strict=True)])
         spec = _spec(self._name, names, kinds, tuple(ops), reproducible=owner.reproducible)
         options = ReduceOptions(owner.reproducible, apply=UFUNCS[self._operation])
-        return GroupedWriteCall(spec, owner.communicator, arrays, rules, targets, options)
+        return _GroupedWriteCall(spec, owner.communicator, arrays, rules, targets, options)
 
 
-class GroupedWriteCall(CheckedCall):
+class _GroupedWriteCall(CheckedCall):
     """A call that reduces arrays to their targets, with one transfer for each dtype and op."""
 
     def __init__(
@@ -520,7 +520,6 @@ class GroupedWriteCall(CheckedCall):
         self._no_overlap = all(map(owns_itself, arrays))
 
     def stages(self) -> Generator[Stage, None, Any]:
-        """Return the stages, which write the targets."""
         return reduce_together(*self._arguments, no_overlap=self._no_overlap)
 
 

@@ -65,9 +65,9 @@ def request_of(
     if travel is Travel.FIRST:
         return BroadcastCall(communicator, x, root=communicator.present[0], name=label)
     if travel is Travel.SAME:
-        return SameCall(communicator, x, label, hint)
+        return _SameCall(communicator, x, label, hint)
     if travel is Travel.MEETING:
-        return SyncCall(communicator, x, label)
+        return _SyncCall(communicator, x, label)
     raise InternalError(f"{label}: no request carries {travel}")
 
 
@@ -87,7 +87,7 @@ class RowsCall(CheckedCall):
             self._first = BroadcastCall(communicator, mine, root=root, name=label)
         elif self._is_same:
             joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in self._rows])
-            self._first = SameCall(communicator, joined, label, hint)
+            self._first = _SameCall(communicator, joined, label, hint)
         else:
             raise InternalError(f"{label}: no request carries {travel}")
         self._second = None
@@ -107,7 +107,7 @@ class RowsCall(CheckedCall):
         return total, RowSelection(together["indices"], together["values"])
 
 
-class SameCall(CheckedCall):
+class _SameCall(CheckedCall):
     """A call that compares the digests of all inputs; its result is `x`."""
 
     def __init__(self, communicator: Communicator, x: NDArray[Any], label: str, hint: str) -> None:
@@ -116,7 +116,6 @@ class SameCall(CheckedCall):
         self._record = array_record(x, digest_of(x))
 
     def stages(self) -> Generator[Stage, None, NDArray[Any]]:
-        """Yield the exchange of the digests."""
         records = yield from exchange(self._communicator, self._record)
         if any(one != records[0] for one in records):
             table = {
@@ -146,7 +145,7 @@ def is_compared_first(communicator: Communicator) -> bool:
     return moves(communicator, "all_gather")
 
 
-class EqualityCall(TransferCall):
+class _EqualityCall(TransferCall):
     """A call whose result is whether all replicas have the same input.
 
     A cached call can make it. If the inputs differ, another call has to exchange them.
@@ -158,18 +157,16 @@ class EqualityCall(TransferCall):
         super().__init__(communicator, _same_spec("alike", label, x), layout, [digest])
 
     def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call with such a digest."""
         return gathered_blocks(x, out, self.size, self.rank)
 
     def finish(self, output: NDArray[Any]) -> bool:
-        """Return whether the digests of all replicas are equal."""
         return bool((output == self.inputs[0]).all())
 
 
 def are_equal(
     communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
-    """Return the result of `EqualityCall` by a cached call; None if nothing was done."""
+    """Return the result of `_EqualityCall` by a cached call; None if nothing was done."""
     key, digest, known = (
         ("alike", label),
         np.array([digest_of(x)], np.uint64),
@@ -177,18 +174,12 @@ def are_equal(
     )
     if key_of(key, digest) not in known and len(known) >= _ALIKE_MAX:
         return None
-    make = partial(_equality_call, communicator, x, label)
-    found = call_persistent(communicator, key, digest, None, timeout, make)
+    check = partial(_EqualityCall, communicator, x, label)
+    found = call_persistent(communicator, key, digest, None, timeout, check)
     return None if found is None else bool((found == digest).all())
 
 
-def _equality_call(
-    communicator: Communicator, x: NDArray[Any], label: str, _digest: NDArray[Any], _out: None
-) -> EqualityCall:
-    return EqualityCall(communicator, x, label)
-
-
-class SyncCall(MeetingCall):
+class _SyncCall(MeetingCall):
     """A call in which the replicas wait for each other; its result is `x`."""
 
     def __init__(self, communicator: Communicator, x: NDArray[Any], label: str) -> None:
@@ -196,7 +187,6 @@ class SyncCall(MeetingCall):
         self._x = x
 
     def stages(self) -> Generator[Stage, None, NDArray[Any]]:
-        """Yield the stage of a barrier."""
         yield from super().stages()
         return self._x
 
@@ -265,7 +255,7 @@ def _same_everywhere(
     def check() -> Any:
         if not inputs:
             inputs.append(operand())
-        return EqualityCall(communicator, inputs[0], label)
+        return _EqualityCall(communicator, inputs[0], label)
 
     if are_same is None:
         are_same = communicator.perform(label, check, timeout)

@@ -141,7 +141,7 @@ def compare(
     most, least = agree(communicator, _COMPARISON, "max", sides, owner.timeout, spec).tolist()
     if most != least ^ _MASK:
         label += ", part by part"
-        request = partial(MismatchSearch, communicator, label, pairs, digests)
+        request = partial(_MismatchSearch, communicator, label, pairs, digests)
         found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
         for entry, _ in pairs:
             entry.is_reported = entry is found.entry or entry.name in found.others
@@ -150,7 +150,7 @@ def compare(
         entry.good = good or now
 
 
-class MismatchSearch(CheckedCall):
+class _MismatchSearch(CheckedCall):
     """A call that finds the first difference; the replicas have different digests."""
 
     def __init__(
@@ -302,7 +302,7 @@ def check_equal(
         count = counts[key] = counts.get(key, -1) + 1
         if count % every:
             return False
-    communicator.perform(_CALL, partial(CheckEqualCall, communicator, value, name), timeout)
+    communicator.perform(_CALL, partial(_CheckEqualCall, communicator, value, name), timeout)
     return True
 
 
@@ -331,7 +331,7 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
         yield place, np.asarray(as_array(value, place), order="C")
 
 
-class CheckEqualCall(CheckedCall):
+class _CheckEqualCall(CheckedCall):
     """A call that compares arrays: first one digest of all, then what differs."""
 
     def __init__(self, communicator: Communicator, value: Any, name: str) -> None:
