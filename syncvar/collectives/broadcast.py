@@ -121,9 +121,9 @@ class BroadcastCall(TransferCall):
         )
         super().__init__(communicator, spec, layout, arrays, out)
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call with such an input."""
-        return broadcast_blocks(x, out, is_root=self._is_root)
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        """Return the arrays of a call with such inputs."""
+        return broadcast_blocks(parts[0], out, is_root=self._is_root)
 
     def slow_path(self) -> Generator[Stage, None, Any]:
         """Yield a header round, then the stages of the value."""

@@ -132,15 +132,15 @@ class AllGatherCall(TransferCall):
                 layout = gathered_layout(array, self._axes[0], size, rank, root)
         super().__init__(communicator, spec, layout, arrays, out)
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
         """Return the arrays of a gather along axis 0."""
-        return gathered_blocks(x, out, self.size, self.rank, self._root)
+        return gathered_blocks(parts[0], out, self.size, self.rank, self._root)
 
     def arrange(self) -> Blocks:
         """Return the arrays of this call."""
         axis = self._axes[0]
         moved = np.moveaxis(self.inputs[0], axis, 0)
-        return self.blocks_of(moved, self.out if axis == 0 else None)
+        return self.blocks_of([moved], self.out if axis == 0 else None)
 
     def finish(self, output: NDArray[Any]) -> Any:
         """Return the concatenation along the axis, None on a rank that is not the root."""

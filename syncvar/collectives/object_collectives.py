@@ -268,8 +268,8 @@ class _AllGatherObjectCall(_ObjectCall):
     def _takes(self) -> tuple[tuple[int, int], ...]:
         return other_ranks(self.size, self.rank) if self._root in (None, self.rank) else ()
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        return gathered_blocks(x, out, self.size, self.rank, self._root)
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        return gathered_blocks(parts[0], out, self.size, self.rank, self._root)
 
     def slow_path(self) -> Generator[Stage, None, list[bytes]]:
         return gather_bytes(self.communicator, self._packed[0], self._root)
@@ -290,8 +290,8 @@ class _BroadcastObjectCall(_ObjectCall):
     def pack(cls, communicator: Communicator, value: Any, root: int | None) -> list[bytes]:
         return [pack_object(value) if communicator.rank == root else b""]
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        return broadcast_blocks(x, out, is_root=self.rank == self._root)
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        return broadcast_blocks(parts[0], out, is_root=self.rank == self._root)
 
     def slow_path(self) -> Generator[Stage, None, list[bytes]]:
         assert self._root is not None
@@ -318,11 +318,11 @@ class _ScatterObjectCall(_ObjectCall):
             value = [value[rank] for rank in communicator.present]
         return [pack_object(o) for o in value]
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        output = result_buffer(out, (_HEAD_BYTES,), _BYTE, x)
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        output = result_buffer(out, (_HEAD_BYTES,), _BYTE, *parts)
         if self.rank != self._root:
             return Blocks(output, targets=(output,))
-        parts = even_parts(x, self.size)
+        parts = even_parts(parts[0], self.size)
         return Blocks(output, parts, own=parts[self.rank], own_target=output)
 
     def slow_path(self) -> Generator[Stage, None, list[bytes]]:

@@ -373,9 +373,9 @@ class _ReduceScatterCall(TransferCall):
         shape, dtype = self._shape, reducer.accumulate
         return TransferLayout(None, dtype, shape, size - 1, takes, ufunc=sums[0], divisor=sums[1])
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        rank, blocks = self.rank, even_parts(x, self.size)
-        output = result_buffer(out, self._shape, self._reducer.result, x)
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        rank, blocks = self.rank, even_parts(parts[0], self.size)
+        output = result_buffer(out, self._shape, self._reducer.result, *parts)
         others = (*blocks[:rank], *blocks[rank + 1 :])
         return Blocks(output, others, (output,), np.ascontiguousarray(blocks[rank]))
 

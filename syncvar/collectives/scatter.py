@@ -128,13 +128,7 @@ class _ScatterCall(TransferCall):
     def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
         return even_parts(x, self.size) if self._is_root else []
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        return self._blocks(self.parts_of(x), out)
-
-    def arrange(self) -> Blocks:
-        return self._blocks(self.inputs, self.out)
-
-    def _blocks(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
         layout, rank = self.layout, self.rank
         assert layout is not None
         output = result_buffer(out, layout.shape, layout.dtype, *parts)

@@ -62,17 +62,19 @@ class TransferCall(Cacheable):
         """Return the `inputs` of a persistent call; this object has none then, and no `out`."""
         return [x]
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        """Return the arrays of a call with such an input."""
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        """Return the arrays of a call with such inputs."""
         raise NotImplementedError
 
     def arrange(self) -> Blocks | None:
         """Return the arrays of this call; None if they cannot be moved as blocks."""
-        return self.blocks_of(self.inputs[0], self.out)
+        return self.blocks_of(self.inputs, self.out)
 
     def bind(self, x: NDArray[Any], out: Any) -> Blocks | None:
         """Return the arrays of a persistent call, or None if `out` does not serve."""
-        return fits_out(self.blocks_of(x, out), out)
+        blocks = self.blocks_of(self.parts_of(x), out)
+        is_fit = out is None or blocks.output is out or blocks.output is NOTHING
+        return blocks if is_fit else None
 
     def finish(self, output: Any) -> Any:
         """Return the result of the call from the output of its blocks."""
@@ -125,11 +127,6 @@ def result_buffer(
     if is_fit and not any(np.may_share_memory(out, source) for source in sources):
         return out  # type: ignore[no-any-return]
     return np.empty(shape, dtype)
-
-
-def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
-    """Return the arrays of a call if its result, where there is one, is in `out`."""
-    return blocks if out is None or blocks.output is out or blocks.output is NOTHING else None
 
 
 def even_parts(x: NDArray[Any], size: int) -> list[NDArray[Any]]:

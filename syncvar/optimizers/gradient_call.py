@@ -14,6 +14,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.reduce_args import ReduceOptions
+from syncvar.collectives.stage_builders import MeetingCall
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import compute_dtype
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import VariableOwner
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
-_SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
-_NOTHING = np.empty(0, np.uint8)
+_SAME = decide(*_MODE, AccessKind.ASSIGN)
 _NAME = "apply_gradients"
 _HINT = (
     "Gradients that are used as given must be the same on every replica. Pass each replica's own "
@@ -169,8 +169,7 @@ def combining_request(
     """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
-        meeting = ReplicaAccess(_MEETING, communicator, _NAME, "", reproducible=False)
-        call = request_of(meeting, _NOTHING)
+        call: CheckedCall = MeetingCall(communicator, spec)
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
         same = ReplicaAccess(_SAME, communicator, spec.label, _HINT, reproducible=False)

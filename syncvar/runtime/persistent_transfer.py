@@ -18,11 +18,7 @@ from syncvar.runtime.block_transfer import (
     take_blocks,
 )
 from syncvar.runtime.call_record import UNRECORDED
-from syncvar.runtime.persistent_call import (
-    NativeCallSpec,
-    PersistentCall,
-    may_persist,
-)
+from syncvar.runtime.persistent_call import NativeCallSpec, PersistentCall, may_persist
 from syncvar.runtime.request import stage_steps
 
 if TYPE_CHECKING:

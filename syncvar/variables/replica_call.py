@@ -67,7 +67,7 @@ def request_of(
     if travel is Travel.SAME:
         return _SameCall(communicator, x, label, hint)
     if travel is Travel.MEETING:
-        return _SyncCall(communicator, x, label)
+        return MeetingCall(communicator, CollectiveSpec(label, options=("meet",)))
     raise InternalError(f"{label}: no request carries {travel}")
 
 
@@ -75,7 +75,7 @@ class RowsCall(CheckedCall):
     """A call that carries rows; its result is (copy to change, rows to apply)."""
 
     def __init__(self, access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> None:
-        action, communicator, label, hint, reproducible = access
+        action, communicator, label, _, reproducible = access
         travel = action.travel
         self._copy, self._rows = x
         self._is_same = travel is Travel.SAME
@@ -87,7 +87,7 @@ class RowsCall(CheckedCall):
             self._first = BroadcastCall(communicator, mine, root=root, name=label)
         elif self._is_same:
             joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in self._rows])
-            self._first = _SameCall(communicator, joined, label, hint)
+            self._first = request_of(access, joined)
         else:
             raise InternalError(f"{label}: no request carries {travel}")
         self._second = None
@@ -156,8 +156,8 @@ class _EqualityCall(TransferCall):
         layout = gathered_layout(digest, 0, communicator.size, communicator.member_rank)
         super().__init__(communicator, _same_spec("alike", label, x), layout, [digest])
 
-    def blocks_of(self, x: NDArray[Any], out: Any) -> Blocks:
-        return gathered_blocks(x, out, self.size, self.rank)
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        return gathered_blocks(parts[0], out, self.size, self.rank)
 
     def finish(self, output: NDArray[Any]) -> bool:
         return bool((output == self.inputs[0]).all())
@@ -177,18 +177,6 @@ def are_equal(
     check = partial(_EqualityCall, communicator, x, label)
     found = call_persistent(communicator, key, digest, None, timeout, check)
     return None if found is None else bool((found == digest).all())
-
-
-class _SyncCall(MeetingCall):
-    """A call in which the replicas wait for each other; its result is `x`."""
-
-    def __init__(self, communicator: Communicator, x: NDArray[Any], label: str) -> None:
-        super().__init__(communicator, CollectiveSpec(label, options=("meet",)))
-        self._x = x
-
-    def stages(self) -> Generator[Stage, None, NDArray[Any]]:
-        yield from super().stages()
-        return self._x
 
 
 def combine(
