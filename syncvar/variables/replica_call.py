@@ -167,11 +167,8 @@ def are_equal(
     communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
     """Return the result of `_EqualityCall` by a cached call; None if nothing was done."""
-    key, digest, known = (
-        ("alike", label),
-        np.array([digest_of(x)], np.uint64),
-        communicator.prepared_calls,
-    )
+    key, digest = ("alike", label), np.array([digest_of(x)], np.uint64)
+    known = communicator.prepared_calls
     if key_of(key, digest) not in known and len(known) >= _ALIKE_MAX:
         return None
     check = partial(_EqualityCall, communicator, x, label)

@@ -362,7 +362,7 @@ class _CheckEqualCall(CheckedCall):
         flat = (block * BLOCK_BYTES + _columns(_rows(contents, np.uint8))[0]) // size
         begin = flat * size - block * BLOCK_BYTES
         values = [one[begin : begin + size] for one in contents]
-        raise _different_values(communicator, found, flat, values, others)
+        raise _different_values(communicator, found, flat, values, [one.name for one in others])
 
 
 def _different_names(communicator: Communicator, everyone: list[Any], label: str) -> MismatchError:
@@ -388,11 +388,7 @@ def _different_names(communicator: Communicator, everyone: list[Any], label: str
 
 
 def _different_values(
-    communicator: Communicator,
-    found: NamedArray,
-    flat: int,
-    values: list[bytes],
-    others: list[NamedArray],
+    communicator: Communicator, found: NamedArray, flat: int, values: list[bytes], others: list[str]
 ) -> MismatchError:
     index = tuple(int(one) for one in np.unravel_index(flat, found.array.shape))
     shown = f"{found.name}[{', '.join(map(str, index))}]" if index else found.name
@@ -400,7 +396,7 @@ def _different_values(
         rank: f"{shown} = {np.frombuffer(one, found.array.dtype)[0]!s} (bytes {one.hex()})"
         for rank, one in zip(communicator.members, values, strict=True)
     }
-    more = f" {len(others)} further arrays differ, the next is {others[0].name}." if others else ""
+    more = f" {len(others)} further arrays differ, the next is {others[0]}." if others else ""
     return MismatchError(
         f"check_equal: {found.name} differs between the ranks, first at index {index}.{more} "
         f"{_REMEDY}",
