@@ -27,8 +27,8 @@ A collective has a public function, which calls `dispatch.make_call`, and the cl
 * `__init__` checks the arguments, before anything is sent, and describes the call by a
   `CollectiveSpec`. With `keep` it copies the input.
 * `stages` yields the stages of a `ReductionCall`; `ends` says which ranks get a result.
-* `blocks_of` returns the arrays of a `TransferCall` in shared memory, `finish` makes its result, and
-  `slow_path` yields the stages over links, or for inputs that differ between ranks.
+* `blocks_of` returns the arrays of a `TransferCall` in shared memory, and `finish` makes its
+  result. `slow_path` yields the stages over links, or for inputs that differ between ranks.
 
 This package imports all of them at once. A signal handler may make any call, also while another one
 is imported.
