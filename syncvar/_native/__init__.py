@@ -78,14 +78,14 @@ class AsyncCall:
     """A persistent call with async_op=True; only the C extension makes them.
 
     Attributes:
-        operation: The engine's request after the engine has adopted the call; None before.
+        request: The engine's request after the engine has adopted the call; None before.
         begin: Start time, CLOCK_MONOTONIC in nanoseconds.
         is_over: The call has ended without the engine.
         end: Returns the result if it is ready, or with True arrives while spinning; else None.
         adopt: Lets the engine continue the call; does nothing if it is over.
     """
 
-    operation: Any
+    request: Any
     begin: int
     is_over: bool
     end: Callable[[bool], Any]

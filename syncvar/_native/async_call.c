@@ -9,7 +9,7 @@ enum { POLL_ONCE = -1, SPIN_SHORT = 0 }; /* patience in nanoseconds */
  * publishes before it has ended, or the engine has adopted it. */
 typedef struct {
     PyObject_HEAD NativeCall *call;
-    PyObject *number, *begin, *timeout, *output, *site, *instruction, *operation;
+    PyObject *number, *begin, *timeout, *output, *site, *instruction, *request;
     PyObject *input, *target; /* copy of blocks that are moved, else None; `out` of the caller */
     uint64_t check;
     AsyncState state;
@@ -159,13 +159,13 @@ static PyObject *async_call_adopt(PyObject *object, PyObject *unused) {
     self->state = ADOPTED;
     call->channel->begun = NULL;
     Py_INCREF(object);
-    self->operation = PyObject_CallMethodObjArgs(
-        call->call, name_adopt, self->number, self->begin, self->input, self->target, self->output,
-        self->timeout, self->site, self->instruction, NULL);
-    if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
+    self->request = PyObject_CallMethodObjArgs(call->call, name_adopt, self->number, self->begin,
+                                               self->input, self->target, self->output,
+                                               self->timeout, self->site, self->instruction, NULL);
+    if (self->request == NULL) interrupt_call(call, self->number, self->begin, Py_None);
     withdraw(self);
     Py_DECREF(object);
-    return self->operation == NULL ? NULL : Py_NewRef(Py_None);
+    return self->request == NULL ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *async_call_is_over(PyObject *object, void *unused) {
@@ -188,7 +188,7 @@ static PyMemberDef async_call_members[] = {
     HELD(AsyncCall, output),
     HELD(AsyncCall, site),
     HELD(AsyncCall, instruction),
-    HELD(AsyncCall, operation),
+    HELD(AsyncCall, request),
     HELD(AsyncCall, input),
     HELD(AsyncCall, target),
     {NULL},
@@ -203,7 +203,7 @@ static PyMethodDef async_call_methods[] = {
     {"end", async_call_end, METH_VARARGS,
      "Return the result if it is there, or with end(True) comes while spinning; else None."},
     {"adopt", async_call_adopt, METH_NOARGS,
-     "Let the engine continue the call, as `operation`; nothing if it has ended."},
+     "Let the engine continue the call, as `request`; nothing if it has ended."},
     {NULL},
 };
 

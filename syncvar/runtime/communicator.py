@@ -310,27 +310,27 @@ class Communicator(CommunicatorState):
                     if engine.queues:
                         send_queued(engine.queues)
                 with quiet():
-                    request = check()
+                    checked = check()
             except Exception as error:
                 self._refuse(name, call, error)
                 raise
-            operation = self.operation(call, request)
+            request = self.request_of(call, checked)
             if engine is None or self.size == 1:
-                operation.advance()
-                work = Work(None, operation)
+                request.advance()
+                work = Work(None, request)
                 return work if async_op else work.wait()
             if async_op and self.uneven is None:
-                operation.site = own_site()
-                engine.start(operation, allowed)
-                if not operation.is_over:
+                request.site = own_site()
+                engine.start(request, allowed)
+                if not request.is_over:
                     engine.transport.wake()  # the progress thread continues it
-                return Work(engine, operation, sends=not after_queued)
+                return Work(engine, request, sends=not after_queued)
             if not async_op:
-                return engine.run(operation, allowed)
+                return engine.run(request, allowed)
             # Blocks of sv.uneven run asynchronous calls at once.
             with contextlib.suppress(MismatchError):
-                engine.run(operation, allowed)
-            return Work(None, operation)
+                engine.run(request, allowed)
+            return Work(None, request)
 
     def _refuse(self, name: str | CollectiveSpec, call: int, error: Exception) -> None:
         """Record a call with bad arguments, and inform the group."""
@@ -368,24 +368,24 @@ class Communicator(CommunicatorState):
             info = CallInfo(CollectiveSpec("a message"), self.identity, self.members)
             self.engine.interrupted(Request(self.recorder.begin(info, call, begin), None), error)
 
-    def operation(self, call: int, request: CheckedCall, begin: int | None = None) -> Request:
+    def request_of(self, call: int, checked: CheckedCall, begin: int | None = None) -> Request:
         """Return a call as a request of the engine."""
-        hosts, message = self.hosts, request.message
+        hosts, message = self.hosts, checked.message
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "shm" if is_shared else "links"
-        info = self.call_info(request.spec, 0, way)
+        info = self.call_info(checked.spec, 0, way)
         entry = self.recorder.begin(info, call, begin)
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
             self.engine.adopt()  # cached calls that are before it in the channel's queue
-        steps = stage_steps(entry, request.body, channel, links)
+        steps = stage_steps(entry, checked.body, channel, links)
         if message is None or links is None:
             return Request(entry, steps, channel, links)
-        operation = Request(entry, message.steps(entry, links, steps), channel, links)
-        operation.is_shared = True
-        operation.abandon = message.abandon
-        return operation
+        request = Request(entry, message.steps(entry, links, steps), channel, links)
+        request.is_shared = True
+        request.abandon = message.abandon
+        return request
 
     def call_info(self, spec: CollectiveSpec, nbytes: int, path: str) -> CallInfo:
         """Return the part of a record that all calls of this description share."""

@@ -225,12 +225,12 @@ class P2PChannel:
                 checked = self._resumed(array, call, number, done)
             finally:
                 end.lock.release()
-            operation = stream.operation(call, checked, begin)
+            request = stream.request_of(call, checked, begin)
         except BaseException as failure:
             end.cancel(number)
             stream.interrupt(call, begin, failure)
             raise
-        return self._engine.take_over(operation, None)
+        return self._engine.take_over(request, None)
 
     def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CheckedCall:
         """Return the call that continues a long message; the caller holds the ring's lock."""
@@ -269,12 +269,12 @@ class SendChannel(P2PChannel):
                     self._complete(message_type, call, begin)
                     return True
                 stream.next_call = call + 1
-                operation = stream.operation(call, self.checked(kind, array, message), begin)
+                request = stream.request_of(call, self.checked(kind, array, message), begin)
             except BaseException as error:  # the other rank may or may not have the message
                 message.abandon()
                 stream.interrupt(call, begin, error)
                 raise
-            self._engine.take_over(operation, timeout)
+            self._engine.take_over(request, timeout)
             self._remember(message_type)
             return True
         finally:
@@ -344,7 +344,7 @@ class RecvChannel(P2PChannel):
                 if not waits:
                     return None
                 stream.next_call = call + 1
-                operation = stream.operation(call, self.checked(args), begin)
+                request = stream.request_of(call, self.checked(args), begin)
             except SyncvarError as error:  # of this message only; the sender has completed
                 self.counter.next_call = stream.next_call = call + 1
                 stream.recorder.begin(self._call_info(args.kind, None), call, begin).end(error)
@@ -353,7 +353,7 @@ class RecvChannel(P2PChannel):
             except BaseException as error:
                 stream.interrupt(call, begin, error)
                 raise
-            return Delivered(engine.take_over(operation, timeout))
+            return Delivered(engine.take_over(request, timeout))
         finally:
             stream.busy.release()
 
@@ -392,12 +392,12 @@ def ended(result: Any = None, error: SyncvarError | None = None) -> Work:
         >>> ended(5).wait()
         5
     """
-    operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
+    request = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
     if error is None:
-        operation.complete(result)
+        request.complete(result)
     else:
-        operation.fail(error)
-    return Work(None, operation)
+        request.fail(error)
+    return Work(None, request)
 
 
 class Mailbox:
@@ -465,12 +465,12 @@ class _OwnReceive(Work):
         try:
             result = self._args.finish(kind, message)
         except SyncvarError as error:  # the receive fails, not the send
-            self._operation.fail(error)
+            self._request.fail(error)
         else:
-            self._operation.complete(result)
+            self._request.complete(result)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the message; raise UsageError, now or again later, if it has not been sent."""
-        if not self._operation.is_over:
+        if not self._request.is_over:
             raise self._refusal
         return super().wait(timeout)

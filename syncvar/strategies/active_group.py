@@ -132,7 +132,7 @@ class ActiveGroup:
             async_op=True,
         )
         # It may wait long, and the call at the end of the block names the ranks that are missing.
-        work._operation.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
+        work._request.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
         return work
 
     def abort_step(self, error: BaseException) -> None:

@@ -71,9 +71,9 @@ def started(monkeypatch):
     calls = []
     start_it = ProgressEngine.start
 
-    def counted(self, operation, *arguments):
-        calls.append(operation.label)
-        start_it(self, operation, *arguments)
+    def counted(self, request, *arguments):
+        calls.append(request.label)
+        start_it(self, request, *arguments)
 
     monkeypatch.setattr(ProgressEngine, "start", counted)
     return calls

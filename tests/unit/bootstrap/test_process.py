@@ -71,7 +71,7 @@ class Pair:
             engine.stop()
 
 
-def barrier_operation(engine, call):
+def barrier_request(engine, call):
     from syncvar.algorithms.builders import build
     from syncvar.algorithms.compile_schedule import compile_for_links
     from syncvar.algorithms.schedule import ScheduleArgs
@@ -85,7 +85,7 @@ def barrier_operation(engine, call):
         )
         return call
 
-    return Communicator(0, (0, 1), engine.recorder, engine).operation(
+    return Communicator(0, (0, 1), engine.recorder, engine).request_of(
         call, CheckedCall(CollectiveSpec(f"barrier {call}"), body())
     )
 
@@ -94,13 +94,13 @@ def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept
     with Pair() as (zero, one):
         zero.book.announce(0, 0)
         one.book.announce(0, 0)
-        theirs = barrier_operation(one, 0)
+        theirs = barrier_request(one, 0)
         one.start(
             theirs, None
         )  # its frame is on the way to rank 0, which has numbered call 0 but not started it
         for _ in range(3):
             zero.poll()
-        mine = barrier_operation(zero, 0)
+        mine = barrier_request(zero, 0)
         zero.start(mine, None)
         assert zero.wait(mine) == 0
         assert one.wait(theirs) == 0
@@ -108,12 +108,12 @@ def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept
 
 def test_frames_of_calls_that_were_passed_over_are_dropped_and_their_credit_is_given_back():
     with Pair() as (zero, one):
-        one.start(barrier_operation(one, 0), None)
+        one.start(barrier_request(one, 0), None)
         zero.poll()
         zero.book.announce(0, 5)
         zero.poll()
         assert not zero.book.early
-        later = [barrier_operation(zero, 5), barrier_operation(one, 5)]
+        later = [barrier_request(zero, 5), barrier_request(one, 5)]
         zero.start(later[0], None)
         one.start(later[1], None)
         assert zero.wait(later[0]) == 5
@@ -148,20 +148,20 @@ def test_a_failure_from_another_thread_ends_a_call_that_is_in_a_step():
         assert goes_on.wait(50)
         yield 1
 
-    operation = Request(
+    request = Request(
         PendingRecord(CallInfo(CollectiveSpec("a call"), 0, (0, 1), 11), 0, 0), steps()
     )
-    driver = threading.Thread(target=operation.advance)
+    driver = threading.Thread(target=request.advance)
     driver.start()
     assert began.wait(50)
     failure = GroupBroken("it broke")
-    operation.fail(failure)
+    request.fail(failure)
     goes_on.set()
     driver.join(50)
     assert not driver.is_alive()
-    assert operation.is_over
-    assert operation.error is failure
-    assert operation.result is None
+    assert request.is_over
+    assert request.error is failure
+    assert request.result is None
 
 
 # -- credit ----------------------------------------------------------------------------------------
@@ -777,12 +777,12 @@ def test_who_has_heard_of_an_error_leaves_though_the_call_is_let_go_of_later(mon
     """The thread that ends a call may be held up before it lets go of it; the one that waits has gone on, and leaves."""
     retire = StartedCalls.retire
 
-    def late(self, operation):
-        if operation.error is not None:
+    def late(self, request):
+        if request.error is not None:
             until = time.monotonic() + 0.5
             while time.monotonic() < until:
                 time.sleep(0.01)
-        retire(self, operation)
+        retire(self, request)
 
     monkeypatch.setattr(StartedCalls, "retire", late)
 
