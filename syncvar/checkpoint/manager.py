@@ -32,7 +32,7 @@ from syncvar.checkpoint.restore import RestoreOptions
 from syncvar.checkpoint.save import SINGLE_RANK_ADVICE, checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import checked_reduce
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError, UsageError
 from syncvar.core.exit_status import send_status
 from syncvar.core.fork_cleanup import handle_signal, release_signal
@@ -532,7 +532,7 @@ def _most(communicator: Communicator, mine: list[int], timeout: float | None) ->
     flags = np.array(mine, np.uint8)
     largest: list[int] = communicator.perform(
         "should_stop",
-        lambda: reduce_request(communicator, flags, "max", name="should_stop"),
+        lambda: checked_reduce(communicator, flags, "max", name="should_stop"),
         timeout,
     ).tolist()
     return largest

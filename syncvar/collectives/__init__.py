@@ -21,9 +21,9 @@ with the C extension all blocks below 4 MiB, take two copies instead: one into s
 out of it. So do all blocks where a rank may not read the memory of the others.
 
 A collective has a public function and two private ones. The form function returns the input that a
-persistent call takes, or None for the slow path. The request function checks the arguments before
-anything is sent, and returns a `TransferArgs` or a `ReduceArgs`. `dispatch.make_call` does the
-rest.
+persistent call takes, or None for the slow path. The `_checked` function checks the arguments
+before anything is sent, and returns a `TransferArgs` or a `ReduceArgs`. `dispatch.make_call` does
+the rest.
 
 This package imports all of them at once. A signal handler may make any call, also while another one
 is imported.

@@ -106,7 +106,7 @@ def all_reduce(  # noqa: PLR0913  (public signature)
     factors = (prescale, postscale, weight)
     scales = None if all(one is None for one in factors) else factors
     rest = (op_name(op), reproducible, scales, algorithm)
-    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, rest)
+    return make_call(all_reduce, _form, _checked, x, out, group, async_op, timeout, _foreign, rest)
 
 
 def _form(
@@ -118,18 +118,18 @@ def _form(
     return None
 
 
-def _request(communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool) -> CheckedCall:
-    """Return the request of a public call; factors wrap the plain all-reduce."""
+def _checked(communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool) -> CheckedCall:
+    """Check the arguments of a public call; factors wrap the plain all-reduce."""
     op, reproducible, scales, algorithm = rest
     options = ReduceOptions(reproducible, algorithm)
     if scales is not None:
-        return _scaled_request(communicator, x, out, op, scales, options)
+        return _checked_scaled(communicator, x, out, op, scales, options)
     for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
         check_finite(as_array(leaf), "all_reduce")
-    return reduce_request(communicator, x, op, out=out, options=options, keep=keep)
+    return checked_reduce(communicator, x, op, out=out, options=options, keep=keep)
 
 
-def _scaled_request(
+def _checked_scaled(
     communicator: Communicator,
     x: Any,
     out: Any,
@@ -165,7 +165,7 @@ def _scaled_request(
     scaled = f", scaled{'' if weight is None else ', weighted'}"
     by = "" if postscale is None else f" by {postscale!r}"
     name = f"all_reduce{scaled} of {reducer.source}{by}"
-    request = reduce_request(communicator, operand, inner, name=name, options=options)
+    checked = checked_reduce(communicator, operand, inner, name=name, options=options)
 
     def finish(total: Any) -> Any:
         if weight is not None:
@@ -173,10 +173,10 @@ def _scaled_request(
         flat = np.asarray(total).reshape(-1)
         return outcome(reducer._replace(is_mean=False), flat, 1, array.shape, target, postscale)
 
-    return request.then(finish)
+    return checked.then(finish)
 
 
-def reduce_request(
+def checked_reduce(
     communicator: Communicator,
     x: Any,
     op: str,
@@ -186,7 +186,7 @@ def reduce_request(
     options: ReduceOptions = _DEFAULT,
     keep: bool = False,
 ) -> ReduceArgs:
-    """Check the arguments of an all-reduce and return the request; `keep` copies the input."""
+    """Check the arguments of an all-reduce; `keep` copies the input."""
     if not is_structure(x):
         array = as_array(x)
         reducer, spec = describe_reduction(array, op, name, options)
@@ -254,7 +254,7 @@ def agree(
     make = partial(_agreement, communicator, op, name)
     output = call_persistent(communicator, (name, op), numbers, None, timeout, make, spec)
     if output is None:
-        check = partial(agreement_request, communicator, name, op, numbers, spec)
+        check = partial(checked_agreement, communicator, name, op, numbers, spec)
         output = communicator.perform(spec or name, check, timeout)
     return output  # type: ignore[no-any-return]
 
@@ -262,19 +262,19 @@ def agree(
 def _agreement(
     communicator: Communicator, op: str, name: str, x: NDArray[Any], _out: None
 ) -> ReduceArgs:
-    return reduce_request(communicator, x, op, name=name)
+    return checked_reduce(communicator, x, op, name=name)
 
 
-def agreement_request(
+def checked_agreement(
     communicator: Communicator,
     name: str,
     op: str,
     numbers: NDArray[Any],
     spec: CollectiveSpec | None,
 ) -> CheckedCall:
-    """Return the request of the slow path of `agree`."""
-    request = reduce_request(communicator, numbers, op, name=name)
-    return request if spec is None else CheckedCall(spec, request.body)
+    """Check the arguments of `agree` on the slow path."""
+    checked = checked_reduce(communicator, numbers, op, name=name)
+    return checked if spec is None else CheckedCall(spec, checked.body)
 
 
 register(

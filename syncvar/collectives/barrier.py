@@ -43,12 +43,12 @@ def barrier(
         >>> import syncvar as sv
         >>> sv.barrier()
     """
-    work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
+    work = make_call(barrier, None, _checked, _NOTHING, None, group, async_op, timeout, {})
     # Without the C extension the persistent call returns an empty array.
     return None if isinstance(work, np.ndarray) else work
 
 
-def _request(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
+def _checked(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
     return _BarrierCall(CollectiveSpec("barrier"), barrier_stages(communicator))
 
 

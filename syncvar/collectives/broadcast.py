@@ -91,11 +91,11 @@ def broadcast(
     """
     rest = (root, algorithm)
     return make_call(
-        broadcast, plain_form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
+        broadcast, plain_form, checked_broadcast, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def broadcast_request(
+def checked_broadcast(
     communicator: Communicator,
     x: Any,
     out: Any = None,
@@ -105,7 +105,7 @@ def broadcast_request(
     keep: bool = False,
     name: str = "broadcast",
 ) -> TransferArgs:
-    """Check the arguments of a broadcast and return the request; `keep` copies the root's input."""
+    """Check the arguments of a broadcast; `keep` copies the root's input."""
     root = checked_root(root, communicator)
     is_root = communicator.member_rank == root
     if x is None and is_root:

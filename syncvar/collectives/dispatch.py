@@ -1,8 +1,8 @@
 """Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
 `make_call` runs the persistent call of a repeated call. On the first call it builds one from the
-request of the call; `TransferArgs` and `ReduceArgs` can be built. Every other call runs its
-request.
+`CheckedCall`, if that is `Cacheable` (`TransferArgs` and `ReduceArgs` are). All other calls go to
+`Communicator.perform`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cacheable(CheckedCall):
     def prepared(self, communicator: Communicator, like: Any, make: Make) -> PreparedCall | None:
         """Return a persistent call for inputs like `like`, or None, or `uncacheable`.
 
-        `make` takes (x, out) and returns the request of such a call.
+        `make` takes (x, out) and returns such a checked call.
         """
         raise NotImplementedError
 
@@ -141,9 +141,9 @@ def call_persistent(  # noqa: PLR0913  (hot path)
 ) -> Any:
     """Make a call by its persistent call; return None, having done nothing, if there is none.
 
-    `make` is a function of (x, out) that returns the request, to build the call or to continue it.
-    `spec` describes this call; None: the spec of the request does. From now on the C dispatch of
-    `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
+    `make` is a function of (x, out) that returns the checked call, to build the persistent one.
+    `spec` describes this call; None: the spec of the checked call does. From now on the C dispatch
+    of `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
     """
     ready = _ready(communicator, key, form, form, out, make, public, rest)
     if ready is None or not (timeout is None or is_seconds(timeout)):
@@ -179,14 +179,14 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     if not communicator.prepares or not communicator.is_shared:
         return None
     try:
-        request = make(x, out)
-        request.body.close()
-        call = communicator.keep_prepared(whole_key, request.prepared(communicator, form, make))
+        checked = make(x, out)
+        checked.body.close()
+        call = communicator.keep_prepared(whole_key, checked.prepared(communicator, form, make))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
     # C looks at the first of `rest` only, so all others must have their default.
-    if public is not None and request.is_entered and not any(rest[1:]):
+    if public is not None and checked.is_entered and not any(rest[1:]):
         remember(public, rest[0] if rest else None, call, communicator.prepared_calls)
     return call
 

@@ -78,7 +78,7 @@ def all_gather(
     """
     rest = (axis, algorithm)
     return make_call(
-        all_gather, _form, gather_request, x, out, group, async_op, timeout, _foreign, rest
+        all_gather, _form, checked_gather, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
@@ -94,7 +94,7 @@ def _form(
     return array if array.ndim else array.reshape(1)
 
 
-def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
+def checked_gather(  # noqa: PLR0913  (the arguments of two public calls)
     communicator: Communicator,
     x: Any,
     out: Any = None,
@@ -267,14 +267,14 @@ def gather(  # noqa: PLR0913  (public signature)
     """
     rest = (root, axis, algorithm)
     return make_call(
-        gather, _form, _rooted_request, x, out, group, async_op, timeout, _foreign, rest
+        gather, _form, _checked_rooted, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _rooted_request(
+def _checked_rooted(
     communicator: Communicator, x: Any, out: Any, root: int, *rest: Any, keep: bool
 ) -> TransferArgs:
-    return gather_request(communicator, x, out, *rest, keep=keep, name="gather", root=root)
+    return checked_gather(communicator, x, out, *rest, keep=keep, name="gather", root=root)
 
 
 register(

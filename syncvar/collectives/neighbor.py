@@ -70,7 +70,7 @@ def neighbor_all_gather(
     """
     rest = (mesh, periodic, "neighbor_all_gather")
     return make_call(
-        neighbor_all_gather, uncacheable, _request, x, out, None, async_op, timeout, _foreign, rest
+        neighbor_all_gather, uncacheable, _checked, x, out, None, async_op, timeout, _foreign, rest
     )
 
 
@@ -117,7 +117,7 @@ def neighbor_all_to_all(
     """
     rest = (mesh, periodic, "neighbor_all_to_all")
     return make_call(
-        neighbor_all_to_all, uncacheable, _request, x, out, None, async_op, timeout, _foreign, rest
+        neighbor_all_to_all, uncacheable, _checked, x, out, None, async_op, timeout, _foreign, rest
     )
 
 
@@ -158,10 +158,10 @@ def _checked_rings(mesh: Any, periodic: Any, size: int) -> tuple[bool, ...]:
     return tuple(rings)
 
 
-def _request(  # noqa: PLR0913  (the arguments of two public calls)
+def _checked(  # noqa: PLR0913  (the arguments of two public calls)
     communicator: Communicator, x: Any, out: Any, mesh: Any, periodic: Any, name: str, *, keep: bool
 ) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the input."""
+    """Check the arguments; `keep` copies the input."""
     rings = _checked_rings(mesh, periodic, communicator.size)
     array = as_array(x).copy() if keep else as_array(x)
     array_record(array)  # raises for too many dimensions

@@ -175,7 +175,7 @@ class _ObjectCollective(NamedTuple):
     name: str  # the public call
     # Function of (communicator, object, root) that returns this rank's packed objects.
     pack: Callable[[Communicator, Any, int | None], list[bytes]]
-    # Function of (name, communicator, packed, root) that returns the request.
+    # Function of (name, communicator, packed, root) that returns the checked call.
     make: Callable[[str, Communicator, list[bytes], Any], TransferArgs]
     # Function of (communicator, packed, root) that returns the result of the call.
     finish: Callable[[Communicator, list[bytes], int | None], Any]
@@ -212,8 +212,8 @@ def _call(
 
     def check() -> CheckedCall:
         source = _checked(root, communicator)
-        request = make(name, communicator, pack(communicator, value, source), source)
-        return request.then(lambda packed: finish(communicator, packed, source))
+        checked = make(name, communicator, pack(communicator, value, source), source)
+        return checked.then(lambda packed: finish(communicator, packed, source))
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 
@@ -259,10 +259,10 @@ def _first(_communicator: Communicator, packed: list[bytes], _root: int | None) 
     return unpack_object(packed[0])
 
 
-# -- requests: small objects in shared memory take one phase ---------------------------------------
+# -- checked calls: small objects in shared memory take one phase ----------------------------------
 
 
-def _gather_request(
+def _checked_gather(
     name: str, communicator: Communicator, packed: list[bytes], root: int | None
 ) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
@@ -278,7 +278,7 @@ def _gather_request(
     )
 
 
-def _broadcast_request(
+def _checked_broadcast(
     name: str, communicator: Communicator, packed: list[bytes], root: int
 ) -> TransferArgs:
     is_root = communicator.member_rank == root
@@ -297,7 +297,7 @@ def _broadcast_request(
     )
 
 
-def _scatter_request(
+def _checked_scatter(
     name: str, communicator: Communicator, packed: list[bytes], root: int
 ) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
@@ -334,7 +334,7 @@ def _transfer(
     blocks_of: Callable[[NDArray[Any]], Blocks],
     general: Callable[[], Generator[Stage, None, list[bytes]]],
 ) -> TransferArgs:
-    """Return the request of a call of objects; one long object sends all ranks to the slow path."""
+    """Return a call that moves objects; one long object sends all ranks to the slow path."""
     heads = _heads(packed)
     layout = None
     if small.is_small and moves(communicator, name):
@@ -369,10 +369,10 @@ def _in_heads(output: NDArray[Any] | list[bytes]) -> list[bytes]:
     return [data[:count] for count, data in HEAD.iter_unpack(output.data)]
 
 
-_ALL_GATHER = _ObjectCollective("all_gather_object", _own, _gather_request, _each)
-_BROADCAST = _ObjectCollective("broadcast_object", _of_root, _broadcast_request, _first)
-_GATHER = _ObjectCollective("gather_object", _own, _gather_request, _each)
-_SCATTER = _ObjectCollective("scatter_object", _parts, _scatter_request, _first)
+_ALL_GATHER = _ObjectCollective("all_gather_object", _own, _checked_gather, _each)
+_BROADCAST = _ObjectCollective("broadcast_object", _of_root, _checked_broadcast, _first)
+_GATHER = _ObjectCollective("gather_object", _own, _checked_gather, _each)
+_SCATTER = _ObjectCollective("scatter_object", _parts, _checked_scatter, _first)
 
 
 register(

@@ -94,11 +94,11 @@ def reduce(  # noqa: PLR0913  (public signature)
     """
     rest = (op_name(op), root, algorithm)
     return make_call(
-        reduce, plain_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
+        reduce, plain_form, _checked_reduce, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _reduce_request(
+def _checked_reduce(
     communicator: Communicator,
     x: Any,
     out: Any,
@@ -108,7 +108,7 @@ def _reduce_request(
     *,
     keep: bool,
 ) -> ReduceArgs:
-    """Check the arguments and return the request; the input is copied now, with `keep` its tree."""
+    """Check the arguments; the input is copied now, with `keep` its tree."""
     target = checked_root(root, communicator)
     is_root = communicator.member_rank == target
     structure, arrays = arrays_in(x, out)
@@ -193,7 +193,7 @@ def scan(
         array([1., 2.])
     """
     rest = (op_name(op), algorithm)
-    return make_call(scan, plain_form, _scan_request, x, out, group, async_op, timeout, {}, rest)
+    return make_call(scan, plain_form, _checked_scan, x, out, group, async_op, timeout, {}, rest)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -232,11 +232,11 @@ def exscan(
     """
     rest = (op_name(op), algorithm)
     return make_call(
-        exscan, plain_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
+        exscan, plain_form, _checked_exscan, x, out, group, async_op, timeout, {}, rest
     )
 
 
-def _prefix_request(
+def _checked_prefix(
     name: str,
     communicator: Communicator,
     x: Any,
@@ -245,7 +245,7 @@ def _prefix_request(
     algorithm: str | None,
     **_keep: bool,
 ) -> ReduceArgs:
-    """Check the arguments and return the request; the input is copied now."""
+    """Check the arguments; the input is copied now."""
     array = as_array(x)
     check_finite(array, name)
     reducer, spec = describe_reduction(array, op, name, ReduceOptions(algorithm=algorithm))
@@ -266,8 +266,8 @@ def _prefix_request(
     return ReduceArgs(spec, body(), ends, is_entered=is_entered)
 
 
-_scan_request = partial(_prefix_request, "scan")
-_exscan_request = partial(_prefix_request, "exscan")
+_checked_scan = partial(_checked_prefix, "scan")
+_checked_exscan = partial(_checked_prefix, "exscan")
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -311,7 +311,7 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
     """
     rest = (op_name(op), lengths, algorithm)
     return make_call(
-        reduce_scatter, _cut_form, _cut_request, x, out, group, async_op, timeout, _foreign, rest
+        reduce_scatter, _cut_form, _checked_cut, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
@@ -325,7 +325,7 @@ def _cut_form(
     return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
 
 
-def _cut_request(
+def _checked_cut(
     communicator: Communicator,
     x: Any,
     out: Any,
@@ -335,7 +335,7 @@ def _cut_request(
     *,
     keep: bool,
 ) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the input."""
+    """Check the arguments; `keep` copies the input."""
     array = as_array(x)
     check_finite(array, "reduce_scatter")
     if array.ndim == 0:
@@ -365,7 +365,7 @@ def _cut_request(
     )
     if is_moved:
         operand = array.copy() if keep else array
-        return _shared_request(communicator, operand, into, reducer, shape, spec)
+        return _checked_shared(communicator, operand, into, reducer, shape, spec)
     work = contribution(array, reducer, communicator.home_rank)
     width = prod(array.shape[1:]) // prod(reducer.element_shape)
     counts = tuple(row * width for row in rows)
@@ -379,7 +379,7 @@ def _cut_request(
     return TransferArgs(spec, None, lambda: None, lambda output: output, general)
 
 
-def _shared_request(
+def _checked_shared(
     communicator: Communicator,
     operand: NDArray[Any],
     into: NDArray[Any] | None,
@@ -387,7 +387,7 @@ def _shared_request(
     shape: tuple[int, ...],
     spec: CollectiveSpec,
 ) -> TransferArgs:
-    """Return the request of a reduce-scatter with equal pieces in shared memory."""
+    """Return the checked call of a reduce-scatter with equal pieces in shared memory."""
     size, rank = communicator.size, communicator.member_rank
 
     def blocks_of(x: NDArray[Any], out: Any) -> Blocks:

@@ -352,7 +352,7 @@ def prepare_form(
 def persistent_reduction(
     communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
 ) -> PreparedCall | None:
-    """Build the persistent call of the all-reduces of `reduce_request`."""
+    """Build the persistent call of the all-reduces of `checked_reduce`."""
     _, spec = describe_reduction(x, op, name, options)
     call = prepare_form(communicator, x, op, spec, apply=options.apply)
     return None if call is uncacheable else call

@@ -80,7 +80,7 @@ def scatter(
     """
     rest = (root, algorithm)
     return make_call(
-        scatter, _scatter_form, _scatter_request, x, out, group, async_op, timeout, _foreign, rest
+        scatter, _scatter_form, _checked_scatter, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
@@ -103,10 +103,10 @@ def _scatter_form(
     return out if type(out) is np.ndarray else communicator.last_parts.get(root)
 
 
-def _scatter_request(
+def _checked_scatter(
     communicator: Communicator, x: Any, out: Any, root: int, algorithm: str | None, *, keep: bool
 ) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the root's arrays."""
+    """Check the arguments; `keep` copies the root's arrays."""
     size, rank = communicator.size, communicator.member_rank
     source = checked_root(root, communicator)
     parts: list[NDArray[Any]] = []
@@ -224,9 +224,9 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
-    rest, request = (algorithm,), _exchange_request
+    rest, check = (algorithm,), _checked_exchange
     return make_call(
-        all_to_all, _exchange_form, request, parts, out, group, async_op, timeout, _foreign, rest
+        all_to_all, _exchange_form, check, parts, out, group, async_op, timeout, _foreign, rest
     )
 
 
@@ -243,10 +243,10 @@ def _exchange_form(
     return parts if is_plain else None
 
 
-def _exchange_request(
+def _checked_exchange(
     communicator: Communicator, parts: Any, out: Any, algorithm: str | None, *, keep: bool
 ) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the parts."""
+    """Check the arguments; `keep` copies the parts."""
     size, rank = communicator.size, communicator.member_rank
     mine = cut(parts, communicator, "all_to_all")
     outs = None if out is None else _checked_outs(out, communicator, mine)

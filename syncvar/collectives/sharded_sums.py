@@ -212,7 +212,7 @@ def all_reduce_shards(
         array([2., 3.])
     """
     communicator = communicator_of(group)
-    check = partial(shards_request, communicator, shards, op)
+    check = partial(checked_shard_sum, communicator, shards, op)
     return communicator.perform("all_reduce_shards", check, timeout)
 
 
@@ -242,7 +242,7 @@ class _Announcement(NamedTuple):
         return f"brings {_shown(self.runs)}: {self.kind.describe()}"
 
 
-def shards_request(
+def checked_shard_sum(
     communicator: Communicator,
     shards: Any,
     op: Any,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.broadcast import checked_broadcast
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.collective_spec import CollectiveSpec
@@ -212,7 +212,7 @@ def memory_in_common(
     wanted: list[SharedArraySpec] = []
     refused: list[SharedMemoryFull] = []
 
-    def request() -> CheckedCall:
+    def checked() -> CheckedCall:
         one = check()
         wanted.append(one)
         reference = bytes(REFERENCE_NBYTES)  # of no memory
@@ -224,11 +224,11 @@ def memory_in_common(
                 reference = context.shm.refer(mappings[-1].offset, mappings[-1].block.nbytes).pack()
             except SharedMemoryFull as error:
                 refused.append(error)
-        output = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
+        output = checked_broadcast(communicator, np.frombuffer(reference, np.uint8), name=name)
         return CheckedCall(one.call, output.body)
 
     try:
-        found = communicator.perform(name, request, timeout).tobytes()
+        found = communicator.perform(name, checked, timeout).tobytes()
     except MismatchError:
         if rank == 0 and wanted and not refused:
             mappings.pop()  # no rank has received it

@@ -159,12 +159,12 @@ def meet(
 ) -> None:
     """Wait for all ranks at a point that they describe alike."""
 
-    def request() -> CheckedCall:
+    def checked() -> CheckedCall:
         if check is not None:
             check()
         return CheckedCall(spec, barrier_stages(communicator))
 
-    communicator.perform(spec, request, timeout)
+    communicator.perform(spec, checked, timeout)
 
 
 def barrier_stages(communicator: Communicator) -> Generator[Stage, None, None]:

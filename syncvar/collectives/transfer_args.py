@@ -90,11 +90,11 @@ class TransferArgs(Cacheable):
             return uncacheable
 
         def general(x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
-            request = make(x, out)
-            request.body.close()
-            assert isinstance(request, TransferArgs)
-            assert request.general is not None
-            return request.general()
+            checked = make(x, out)
+            checked.body.close()
+            assert isinstance(checked, TransferArgs)
+            assert checked.general is not None
+            return checked.general()
 
         body = None if self.general is None else general
         return prepare_move(communicator, self.spec, self._layout, self._front, body, like)

@@ -1,4 +1,4 @@
-"""One call of `apply_gradients`: its checked arguments and its request.
+"""One call of `apply_gradients`: its arguments and its `CheckedCall`.
 
 A gradient may name rows, as (indices, values) or an object that has both, like tf.IndexedSlices.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import checked_reduce
 from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.core.errors import ConfigError
@@ -25,7 +25,7 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.replica_call import ReplicaAccess, request_of
+from syncvar.variables.replica_call import ReplicaAccess, checked_call
 from syncvar.variables.values import check_rows, operand_array
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_owner import current_owner
@@ -163,25 +163,25 @@ def strategy_of_pairs(pairs: Any) -> tuple[VariableOwner, bool]:
     return owner, any(not is_replica_local(one) for one in found)
 
 
-def combining_request(
+def checked_combination(
     owner: VariableOwner, plan: BucketPlan, op: str, spec: CollectiveSpec, *, weighted: bool
 ) -> CheckedCall:
-    """Return the request that combines the gradients of all replicas in place, or compares them."""
+    """Return the checked call that combines the gradients of all replicas, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
         meeting = ReplicaAccess(_MEETING, communicator, _NAME, "", reproducible=False)
-        request = request_of(meeting, _NOTHING)
+        checked = checked_call(meeting, _NOTHING)
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
         same = ReplicaAccess(_SAME, communicator, spec.label, _HINT, reproducible=False)
-        request = request_of(same, together)
+        checked = checked_call(same, together)
     else:
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
         options = ReduceOptions(owner.reproducible)
-        request = reduce_request(communicator, value, op, out=value, name=_NAME, options=options)
-    return CheckedCall(spec, request.body)
+        checked = checked_reduce(communicator, value, op, out=value, name=_NAME, options=options)
+    return CheckedCall(spec, checked.body)
 
 
 def combine_cached(
@@ -190,7 +190,7 @@ def combine_cached(
     """Combine the gradients by a cached call; False if there is none, and nothing was done.
 
     The description changes from step to step, because it holds the step and the learning rate. The
-    arguments are those of `combining_request`.
+    arguments are those of `checked_combination`.
     """
     if not op or len(plan.shared) != 1:
         return False
@@ -199,7 +199,7 @@ def combine_cached(
 
     def make(x: Any, out: Any) -> ReduceArgs:
         options = ReduceOptions(owner.reproducible)
-        return reduce_request(communicator, x, op, out=out, name=_NAME, options=options)
+        return checked_reduce(communicator, x, op, out=out, name=_NAME, options=options)
 
     key = (_NAME, op, owner.reproducible)
     found = call_persistent(communicator, key, array, array, owner.timeout, make, spec)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import agree, agreement_request
+from syncvar.collectives.all_reduce import agree, checked_agreement
 from syncvar.core.errors import MismatchError, UsageError, error_line
 from syncvar.core.process_ids import rank_list
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint, spec_of
@@ -127,7 +127,7 @@ class ActiveGroup:
         spec = CollectiveSpec("sv.uneven: its own loop has ended", compared=_MEMBERSHIP)
         work: Work = membership.perform(
             _MEMBERSHIP,
-            lambda: agreement_request(membership, _MEMBERSHIP, "or", bits, spec),
+            lambda: checked_agreement(membership, _MEMBERSHIP, "or", bits, spec),
             timeout,
             async_op=True,
         )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import checked_reduce
 from syncvar.collectives.dispatch import call_persistent, native_dispatch
-from syncvar.collectives.gather import gather_request
+from syncvar.collectives.gather import checked_gather
 from syncvar.collectives.reduce_args import ReduceArgs, ReduceOptions, form_of
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
@@ -126,24 +126,24 @@ class _Reduction(NamedTuple):
     arrays: list[NDArray[Any]]
     finish: Callable[[list[NDArray[Any]]], Any]
 
-    def request(
+    def checked(
         self, communicator: Communicator, *, reproducible: bool, is_finished: bool = True
     ) -> ReduceArgs:
-        """Return the request that combines the arrays; its result is the value, or the arrays."""
+        """Return the checked call that combines the arrays; it returns the value, or the arrays."""
         options = ReduceOptions(reproducible)
-        request = reduce_request(communicator, self.arrays, self.op, name=_CALL, options=options)
-        body = request.then(self.finish if is_finished else list).body
-        spec = request.spec._replace(
+        checked = checked_reduce(communicator, self.arrays, self.op, name=_CALL, options=options)
+        body = checked.then(self.finish if is_finished else list).body
+        spec = checked.spec._replace(
             op="",
             structure=self.treedef,
-            options=(self.op, *self.options, *request.spec.options),
+            options=(self.op, *self.options, *checked.spec.options),
             size=-1,
             shown=self.options,
             text=_label,
         )
         if self.arrays:
             spec = spec.with_array(self.arrays[0])
-        return ReduceArgs(spec, body, op=self.op, is_entered=request.is_entered)
+        return ReduceArgs(spec, body, op=self.op, is_entered=checked.is_entered)
 
 
 def _label(spec: CollectiveSpec) -> str:
@@ -171,7 +171,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     form = None if prepared is None else form_of(prepared.arrays)
     if prepared is not None and form is not None:
         key = (_CALL, prepared.options, prepared.treedef, reproducible)
-        make = partial(prepared.request, communicator, reproducible=reproducible, is_finished=False)
+        make = partial(prepared.checked, communicator, reproducible=reproducible, is_finished=False)
         sums = call_persistent(
             communicator, key, form, None, strategy.timeout, lambda _x, _out: make()
         )
@@ -180,7 +180,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
                 return prepared.finish(sums)
     return communicator.perform(
         _CALL,
-        lambda: _prepare(reduce_op, value, axis).request(communicator, reproducible=reproducible),
+        lambda: _prepare(reduce_op, value, axis).checked(communicator, reproducible=reproducible),
         strategy.timeout,
     )
 
@@ -189,8 +189,8 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
     """Combine values of all replicas elementwise; the cached path of `reproducible` calls."""
     communicator, reproducible = group.communicator, group.reproducible
 
-    def request_of(_value: Any = None, _out: Any = None) -> ReduceArgs:
-        return _prepare(reduce_op, value, None).request(communicator, reproducible=reproducible)
+    def check(_value: Any = None, _out: Any = None) -> ReduceArgs:
+        return _prepare(reduce_op, value, None).checked(communicator, reproducible=reproducible)
 
     can_cache = communicator.channel is not None and isinstance(reduce_op, str)
     form = form_of(value) if can_cache else None
@@ -203,13 +203,13 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
             form,
             None,
             timeout,
-            request_of,
+            check,
             public=public,
             rest=(reduce_op,),
         )
         if result is not None:
             return result
-    return communicator.perform(_CALL, request_of, timeout)
+    return communicator.perform(_CALL, check, timeout)
 
 
 _elementwise_native = native_dispatch(second="reduce_op", positions=2)(_elementwise)
@@ -261,8 +261,8 @@ def gather_values(
                 f"{name} concatenates along an axis, and a scalar has none; pass "
                 "np.reshape(x, (1,))"
             )
-        request = gather_request(communicator, part, axis=axis, name=name)
-        return request.then(partial(convert_back, part))
+        checked = checked_gather(communicator, part, axis=axis, name=name)
+        return checked.then(partial(convert_back, part))
 
     return communicator.perform(name, check, timeout)
 

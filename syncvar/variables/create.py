@@ -201,7 +201,7 @@ def agree_on_variable(
     def check() -> CheckedCall:
         if checked is None:
             raise failure or InternalError("the arguments were neither checked nor rejected")
-        return _create_request(owner, names.free(checked.base), checked, own=own)
+        return _checked_create(owner, names.free(checked.base), checked, own=own)
 
     value: Any = None
     differ: list[int] = []
@@ -391,10 +391,10 @@ def _names(namespace: Any) -> Names:
     return names.setdefault(namespace, Names())
 
 
-def _create_request(
+def _checked_create(
     owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
 ) -> CheckedCall:
-    """Return the request that compares the arguments and gives every replica the chief's value.
+    """Return the call that compares the arguments and gives every replica the chief's value.
 
     Its result is (value, replicas whose initial bytes differ from the chief's).
     """

@@ -189,7 +189,7 @@ class WriteQueue:
                 self.finish(self._started)
             elif self._waiting:
                 timeout = self._owner.timeout
-                perform = partial(self.calls.perform, _CALL, self._request, timeout)
+                perform = partial(self.calls.perform, _CALL, self._checked, timeout)
                 self._take(partial(perform, after_queued=False))
 
     def begin_beside(self) -> None:
@@ -205,7 +205,7 @@ class WriteQueue:
         with self._lock:
             if self._started is None and self._waiting:
                 self._started = self.calls.perform(
-                    _CALL, self._request, self._owner.timeout, async_op=True, after_queued=False
+                    _CALL, self._checked, self._owner.timeout, async_op=True, after_queued=False
                 )
             return self._started
 
@@ -239,7 +239,7 @@ class WriteQueue:
         self.begin()
         self._resets, self._broken = resets + 1, error
 
-    def _request(self) -> CheckedCall:
+    def _checked(self) -> CheckedCall:
         waiting = list(self._waiting)
         spec = CollectiveSpec(
             _CALL, text=lambda spec: f"{spec.collective} ({spec.shown[0]})", shown=(len(waiting),)

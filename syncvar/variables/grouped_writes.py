@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native import group_of, which
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import checked_reduce
 from syncvar.collectives.buckets import owns_itself, reduce_together
 from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
@@ -378,14 +378,14 @@ class FlatBucket:
             for number, part in enumerate(self._parts):
                 part[...] = operand(number)
             options = ReduceOptions(owner.reproducible, apply=self._ufunc)
-            request = reduce_request(
+            checked = checked_reduce(
                 owner.communicator,
                 self._staging,
                 self._op,
                 out=self._gather_copies(),
                 options=options,
             )
-            return CheckedCall(self._spec, request.body)
+            return CheckedCall(self._spec, checked.body)
 
         if not self._turn.acquire(blocking=False):
             refuse_overlap(owner.communicator, name)
@@ -467,7 +467,7 @@ class GroupedWrite:
             return
         storages = [state.storage for state in states]
         with marked_as_written(owner.communicator, name, storages), write_once(owner, storages):
-            owner.communicator.perform(name, self._request, owner.timeout)
+            owner.communicator.perform(name, self._checked, owner.timeout)
         first.count_step()
         for state in states:
             state.count_write()
@@ -484,8 +484,8 @@ class GroupedWrite:
             )
         return found
 
-    def _request(self) -> CheckedCall:
-        """Return the request that writes the variables, one transfer for each dtype and op."""
+    def _checked(self) -> CheckedCall:
+        """Return the checked call that writes the variables, one transfer for each dtype and op."""
         owner, ops, apply = self._owner, self._ops, UFUNCS[self._operation]
         arrays = [self._operand(number) for number in range(len(self._states))]
         for variable, x in self._single:

@@ -27,7 +27,7 @@ import numpy as np
 from syncvar._native import CheckGate
 from syncvar._native.constants import WRITES_PER_DECISION
 from syncvar.collectives.all_reduce import agree
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.broadcast import checked_broadcast
 from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.output_files import (
@@ -482,7 +482,7 @@ def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) 
         together = np.concatenate([_bytes_of(one) for _, one in part])
 
         def check(together: Any = together) -> Any:
-            return broadcast_request(communicator, together, root=newest, name=_RESYNC)
+            return checked_broadcast(communicator, together, root=newest, name=_RESYNC)
 
         values = communicator.perform(_RESYNC, check, owner.timeout)
         start = 0

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.all_reduce import checked_reduce
+from syncvar.collectives.broadcast import checked_broadcast
 from syncvar.collectives.dispatch import call_persistent, key_of
-from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
+from syncvar.collectives.gather import checked_gather, gathered_blocks, gathered_layout
 from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.transfer_args import TransferArgs, moves
@@ -46,50 +46,50 @@ class ReplicaAccess(NamedTuple):
     reproducible: bool
 
 
-def request_of(
+def checked_call(
     access: ReplicaAccess,
     x: NDArray[Any],
     *,
     out: NDArray[Any] | None = None,
     apply: np.ufunc | None = None,
 ) -> CheckedCall:
-    """Return the request that carries `x`; its result combines the inputs of all replicas."""
+    """Return the checked call that carries `x`; its result combines the inputs of all replicas."""
     action, communicator, label, hint, reproducible = access
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
         options = ReduceOptions(reproducible, apply=apply)
-        return reduce_request(communicator, x, op, out=out, name=label, options=options)
+        return checked_reduce(communicator, x, op, out=out, name=label, options=options)
     if travel is Travel.FIRST:
-        return broadcast_request(communicator, x, root=communicator.present[0], name=label)
+        return checked_broadcast(communicator, x, root=communicator.present[0], name=label)
     if travel is Travel.SAME:
-        return _same_request(communicator, x, label, hint)
+        return _checked_same(communicator, x, label, hint)
     if travel is Travel.MEETING:
-        return _meeting_request(communicator, x, label)
-    raise InternalError(f"{label}: no request carries {travel}")
+        return _checked_meeting(communicator, x, label)
+    raise InternalError(f"{label}: no call carries {travel}")
 
 
-def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CheckedCall:
-    """Return the request that carries rows; its result is (copy to change, rows to apply)."""
+def checked_rows(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CheckedCall:
+    """Return the checked call that carries rows; its result is (copy to change, rows to apply)."""
     action, communicator, label, hint, reproducible = access
     travel = action.travel
     copy, rows = x
     inputs: Any = {"indices": rows.indices, "values": rows.values}
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
-        request: CheckedCall = gather_request(communicator, inputs, name=label)
+        checked: CheckedCall = checked_gather(communicator, inputs, name=label)
     elif travel is Travel.FIRST_ROWS:
         mine = inputs if communicator.rank == 0 else None
-        request = broadcast_request(communicator, mine, root=communicator.present[0], name=label)
+        checked = checked_broadcast(communicator, mine, root=communicator.present[0], name=label)
     elif travel is Travel.SAME:
         joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
-        request = _same_request(communicator, joined, label, hint)
+        checked = _checked_same(communicator, joined, label, hint)
     else:
-        raise InternalError(f"{label}: no request carries {travel}")
-    first = request.body
+        raise InternalError(f"{label}: no call carries {travel}")
+    first = checked.body
     second = None
     if action.effect is Effect.SPLIT_ANEW:
         options = ReduceOptions(reproducible)
-        second = reduce_request(communicator, copy, "sum", name=label, options=options).body
+        second = checked_reduce(communicator, copy, "sum", name=label, options=options).body
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
         together = yield from first
@@ -98,13 +98,13 @@ def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) ->
             together["indices"], together["values"]
         )
 
-    return CheckedCall(request.spec, body())
+    return CheckedCall(checked.spec, body())
 
 
-def _same_request(
+def _checked_same(
     communicator: Communicator, x: NDArray[Any], label: str, hint: str
 ) -> CheckedCall:
-    """Return the request that compares the digests of all inputs; its result is `x`."""
+    """Return the checked call that compares the digests of all inputs; its result is `x`."""
     record = array_record(x, digest_of(x))
 
     def body() -> Generator[Stage, None, NDArray[Any]]:
@@ -137,8 +137,8 @@ def is_compared_first(communicator: Communicator) -> bool:
     return moves(communicator, "all_gather")
 
 
-def equality_request(communicator: Communicator, x: NDArray[Any], label: str) -> TransferArgs:
-    """Return the request whose result is whether all replicas have the same input.
+def checked_equality(communicator: Communicator, x: NDArray[Any], label: str) -> TransferArgs:
+    """Return the checked call whose result is whether all replicas have the same input.
 
     A cached call can make it. If the inputs differ, another call has to exchange them.
     """
@@ -157,7 +157,7 @@ def equality_request(communicator: Communicator, x: NDArray[Any], label: str) ->
 def are_equal(
     communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
-    """Return the result of `equality_request` by a cached call; None if nothing was done."""
+    """Return the result of `checked_equality` by a cached call; None if nothing was done."""
     key, digest, known = (
         ("alike", label),
         np.array([digest_of(x)], np.uint64),
@@ -171,12 +171,12 @@ def are_equal(
         digest,
         None,
         timeout,
-        lambda _x, _out: equality_request(communicator, x, label),
+        lambda _x, _out: checked_equality(communicator, x, label),
     )
     return None if found is None else bool((found == digest).all())
 
 
-def _meeting_request(communicator: Communicator, x: NDArray[Any], label: str) -> CheckedCall:
+def _checked_meeting(communicator: Communicator, x: NDArray[Any], label: str) -> CheckedCall:
     def body() -> Generator[Stage, None, NDArray[Any]]:
         yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
         return x
@@ -185,7 +185,7 @@ def _meeting_request(communicator: Communicator, x: NDArray[Any], label: str) ->
 
 
 def combine(
-    state: VariableState, action: Action, label: str, operand: Callable[[], Any], request: Any
+    state: VariableState, action: Action, label: str, operand: Callable[[], Any], checker: Any
 ) -> Any:
     """Make one collective of the replicas, and return its result.
 
@@ -196,10 +196,10 @@ def combine(
 
     def check() -> Any:
         x, hint = operand(), _difference_hint(state)
-        return request(ReplicaAccess(action, communicator, label, hint, owner.reproducible), x)
+        return checker(ReplicaAccess(action, communicator, label, hint, owner.reproducible), x)
 
     state.tally.collectives += 1
-    is_same = action.travel is Travel.SAME and request is not rows_request
+    is_same = action.travel is Travel.SAME and checker is not checked_rows
     if is_same and is_compared_first(communicator):
         together = _same_everywhere(state, label, operand)
         if together is not None:
@@ -248,7 +248,7 @@ def _same_everywhere(
     def check() -> Any:
         if not inputs:
             inputs.append(operand())
-        return equality_request(communicator, inputs[0], label)
+        return checked_equality(communicator, inputs[0], label)
 
     if are_same is None:
         are_same = communicator.perform(label, check, timeout)

@@ -141,11 +141,11 @@ def compare(
     if most != least ^ _MASK:
         label += ", part by part"
 
-        def request() -> CheckedCall:
+        def check() -> CheckedCall:
             body = _find_mismatch(communicator, pairs, digests)
             return CheckedCall(CollectiveSpec(label), body)
 
-        found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
+        found: ReplicaMismatch = communicator.perform(label, check, owner.timeout)
         for entry, _ in pairs:
             entry.is_reported = entry is found.entry or entry.name in found.others
         raise _mismatch_error(communicator, found, now)
@@ -289,12 +289,12 @@ def check_equal(
         if count % every:
             return False
 
-    def request() -> CheckedCall:
+    def check() -> CheckedCall:
         arrays = [NamedArray(place, array) for place, array in _named_arrays(value, name)]
         spec = CollectiveSpec(_CALL, options=(name,))
         return CheckedCall(spec, _compare(communicator, arrays, name))
 
-    communicator.perform(_CALL, request, timeout)
+    communicator.perform(_CALL, check, timeout)
     return True
 
 

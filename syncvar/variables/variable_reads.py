@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.gather import gather_request
+from syncvar.collectives.gather import checked_gather
 from syncvar.collectives.reduce_args import ReduceOptions, persistent_reduction
 from syncvar.collectives.sharded_sums import tree_combined
 from syncvar.core.array_types import dtype_from_index
@@ -22,7 +22,7 @@ from syncvar.core.errors import (
 )
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.variables.policy import AccessKind, CallContext, Travel, VariableSynchronization
-from syncvar.variables.replica_call import combine, request_of
+from syncvar.variables.replica_call import checked_call, combine
 from syncvar.variables.variable_owner import context_here
 from syncvar.variables.variable_state import cached_reads, copy_key, read_only
 
@@ -98,7 +98,7 @@ def _read_together(
         communicator.agree_on_members(label, owner.timeout)
         if len(communicator.whole) > communicator.size:
             return read_only(combine_with_absent(state, operand(), travel, label))
-    value = combine(state, action, label, operand, request_of)
+    value = combine(state, action, label, operand, checked_call)
     del held
     if travel is Travel.MEETING:
         return state.storage.expose()
@@ -164,7 +164,7 @@ def combine_with_absent(
     communicator = owner.communicator
 
     def check() -> CheckedCall:
-        return gather_request(communicator, mine[np.newaxis], name=label)
+        return checked_gather(communicator, mine[np.newaxis], name=label)
 
     gathered = communicator.perform(label, check, owner.timeout)
     copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, gathered, strict=True))

@@ -19,7 +19,7 @@ from syncvar.variables.policy import (
     Travel,
     VariableSynchronization,
 )
-from syncvar.variables.replica_call import combine, request_of, rows_request
+from syncvar.variables.replica_call import checked_call, checked_rows, combine
 from syncvar.variables.storage import SharedCopy, marked_as_written, write_once
 from syncvar.variables.values import (
     ArrayProtocol,
@@ -132,9 +132,9 @@ class ReplicaWrite(ABC):
         self.action = state.decide(operation)
         self.label = state.describe(operation)
 
-    def request(self) -> Any:
+    def checker(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return request_of
+        return checked_call
 
     @abstractmethod
     def operand(self) -> Any:
@@ -174,7 +174,7 @@ class ReplicaWrite(ABC):
         state.tally.writes += 1
 
     def _combine(self) -> Any:
-        return combine(self.state, self.action, self.label, self.operand, self.request())
+        return combine(self.state, self.action, self.label, self.operand, self.checker())
 
 
 class WriteOp(ReplicaWrite):
@@ -236,14 +236,14 @@ class WriteOp(ReplicaWrite):
         except Exception:
             return None
 
-    def request(self) -> Any:
+    def checker(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return self._build_in_place if self.is_direct else request_of
+        return self._build_in_place if self.is_direct else checked_call
 
     def _build_in_place(self, *arguments: Any, **options: Any) -> Any:
         # Keeps the old content: the replicas may disagree.
         out = self.state.storage.writable()
-        return request_of(*arguments, **options, out=out, apply=self._ufunc)
+        return checked_call(*arguments, **options, out=out, apply=self._ufunc)
 
     def operand(self) -> NDArray[Any]:
         """Return the checked input of this replica."""
@@ -283,9 +283,9 @@ class ScatterOp(ReplicaWrite):
         self._indices, self._values = _value_of(indices), _value_of(values)
         self._is_split = self.action.effect is Effect.SPLIT_ANEW
 
-    def request(self) -> Any:
+    def checker(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return rows_request
+        return checked_rows
 
     def operand(self) -> tuple[NDArray[Any], RowSelection]:
         """Return the checked input of this replica."""

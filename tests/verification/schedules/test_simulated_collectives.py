@@ -79,7 +79,7 @@ def simulate_symbols(seed):
 
     brought = [work.copy() for work in works] if draw.integers(2) else None
 
-    def request(rank, group):
+    def check(rank, group):
         def body():
             plan = compile_for_links(
                 build(collective, algorithm, ScheduleArgs(rank, n, **case)), range(n)
@@ -98,7 +98,7 @@ def simulate_symbols(seed):
         overtake_max=int(draw.choice([0, 3])),
         segment_bytes=int(draw.choice([8, 16, 1 << 20])),
     )
-    world.call(request)
+    world.call(check)
     world.run()
     for rank, wanted_of_rank in enumerate(contract.after):
         for wanted in wanted_of_rank:
@@ -228,7 +228,7 @@ def test_the_same_seed_makes_the_same_steps():
 def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
     """The simulator is strong enough: memory that is changed while a frame of it flies is noticed."""
 
-    def request(rank, group):
+    def check(rank, group):
         def body():
             work = np.full(3, rank, np.int64)
             whole, other = Chunk(0, 3), 1 - rank
@@ -248,6 +248,6 @@ def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
     wrong = 0
     for seed in range(50):
         world = Simulation(2, seed)
-        world.call(request)
+        world.call(check)
         wrong += any(list(result) != [1, 1, 1] for result in world.run()[0])
     assert wrong
