@@ -34,7 +34,7 @@ PyObject *note_change(PyObject *module, PyObject *unused) {
 typedef struct {
     Face face;
     PyObject *nothing, *second, *usual, *home;
-    PyObject *world, *prepared_calls; /* borrowed: the default group and its cache, valid while
+    PyObject *world, *persistent_calls; /* borrowed: the default group and its cache, valid while
                                          `changes` equals the global counter */
     uint64_t changes;
     int positions, takes_numbers; /* positional arguments at most; numbers become arrays */
@@ -55,16 +55,16 @@ static Remembered **place_of_several(Entrance *self, PyObject *communicator, PyO
     return place_of(self, communicator, op, (PyObject *)kind, 1, &count);
 }
 
-/* Return the cached call of a value in a group (None: the world), or NULL. It must belong to the
- * job of this thread, and to the group as it is now. */
+/* Return the persistent call of a value in a group (None: the world), or NULL. It must belong to
+ * the job of this thread, and to the group as it is now. */
 static NativeCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *value) {
     const Array *form = (PyObject *)Py_TYPE(value) == array_type ? (const Array *)value : NULL;
     const int is_known = group == Py_None && self->changes == changes;
-    PyObject *job = NULL, *communicator = self->world, *prepared_calls = self->prepared_calls;
+    PyObject *job = NULL, *communicator = self->world, *persistent_calls = self->persistent_calls;
     if (!is_known) {
         job = peek(self->face.state, name_default);
         communicator = group == Py_None ? peek(job, name_world) : peek(group, name__communicator);
-        prepared_calls = peek(communicator, name_prepared_calls);
+        persistent_calls = peek(communicator, name_persistent_calls);
     }
     Remembered **place =
         form != NULL
@@ -74,7 +74,7 @@ static NativeCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyOb
     for (int which = 0; which < TOGETHER && found == NULL; which++) {
         NativeCall *call = (NativeCall *)place[which];
         if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator &&
-            call->prepared_calls == prepared_calls &&
+            call->persistent_calls == persistent_calls &&
             (form != NULL ? call->leaf_count == 0 && fits(&call->input, value, 0)
                           : call->leaf_count > 0 && holds_leaves(call, value)))
             found = call;
@@ -86,14 +86,14 @@ static NativeCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyOb
         } else if (group == Py_None) {
             self->changes = changes;
             self->world = communicator;
-            self->prepared_calls = prepared_calls;
+            self->persistent_calls = persistent_calls;
         }
     }
     if (PyErr_Occurred()) PyErr_Clear();
     return found;
 }
 
-/* Begin a cached call asynchronously; None if nothing was done. The call site becomes text only
+/* Begin a persistent call asynchronously; None if nothing was done. The call site becomes text only
  * when needed. If it is in this package, the Python function has to find the user's frame. */
 static PyObject *begin_remembered(Entrance *self, NativeCall *call, PyObject *array, PyObject *out,
                                   PyObject *timeout) {
@@ -112,7 +112,7 @@ static PyObject *begin_remembered(Entrance *self, NativeCall *call, PyObject *ar
     return made;
 }
 
-/* Run a cached call; NULL without an exception if the Python function has to be called. */
+/* Run a persistent call; NULL without an exception if the Python function has to be called. */
 static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_ssize_t given,
                                 PyObject *names) {
     PyObject *x = given > 0 ? arguments[0] : self->nothing,
@@ -194,15 +194,15 @@ static void keep_call(Entrance *self, NativeCall *call) {
     remember(&self->face, place, (Remembered *)call);
 }
 
-/* remember(op, call, prepared_calls): cache a persistent call. */
+/* remember(op, call, persistent_calls): cache a persistent call. */
 static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
-    PyObject *op, *call, *prepared_calls;
-    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
+    PyObject *op, *call, *persistent_calls;
+    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &persistent_calls)) return NULL;
     if (Py_TYPE(call) == native_call_type && ((NativeCall *)call)->face == NULL) {
         NativeCall *made = (NativeCall *)call;
-        PyObject *before[] = {made->op, made->prepared_calls};
+        PyObject *before[] = {made->op, made->persistent_calls};
         made->op = Py_NewRef(op);
-        made->prepared_calls = Py_NewRef(prepared_calls);
+        made->persistent_calls = Py_NewRef(persistent_calls);
         Py_XDECREF(before[0]);
         Py_XDECREF(before[1]);
         keep_call((Entrance *)object, made);
@@ -243,7 +243,7 @@ static PyMemberDef entrance_members[] = {
 
 static PyMethodDef entrance_methods[] = {
     {"remember", entrance_remember, METH_VARARGS,
-     "Cache a persistent call: (op, call, prepared_calls)."},
+     "Cache a persistent call: (op, call, persistent_calls)."},
     {"recall", entrance_recall, METH_O, "Cache a persistent call again after its eviction."},
     FACE_METHODS,
     {NULL},

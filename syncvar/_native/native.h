@@ -60,7 +60,7 @@
     X(is_bound)                                                                                    \
     X(locked)                                                                                      \
     X(out)                                                                                         \
-    X(prepared_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
+    X(persistent_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 

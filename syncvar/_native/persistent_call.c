@@ -247,7 +247,7 @@ static PyMemberDef native_call_members[] = {
     HOLDS(NativeCall, kept_room, "_room"),
     HOLDS(NativeCall, face, "_face"),
     HOLDS(NativeCall, op, "_op"),
-    HOLDS(NativeCall, prepared_calls, "_prepared_calls"),
+    HOLDS(NativeCall, persistent_calls, "_persistent_calls"),
     HOLDS(NativeCall, input.dtype, "_brought"),
     HOLDS(NativeCall, output.dtype, "_made"),
     HOLDS(NativeCall, how.fold.owner, "_fold"),

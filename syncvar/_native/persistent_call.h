@@ -48,7 +48,7 @@ typedef struct {
     PyObject *gil_monitor;             /* a call with a long vector keeps the GIL on its alert */
     PyObject *structure, *leaves_type; /* TreeDef and class `PyTree` of several arrays; else None */
     PyObject *make_arguments, *leaf_arguments;
-    PyObject *op, *prepared_calls; /* parts of its cache key */
+    PyObject *op, *persistent_calls; /* parts of its cache key */
     Form input, output;
     Copy puts[RANKS_MAX], takes[RANKS_MAX + 1], terms[RANKS_MAX];
     int put_count, take_count, term_count;

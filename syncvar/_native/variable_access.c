@@ -162,7 +162,7 @@ static int is_in_place(Write *self, int *is_outside) {
 }
 
 /* Make a persistent call that applies its result to the copy. */
-static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
+static PyObject *run_persistent(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
     if (Py_TYPE(call) == native_call_type) return run_call(call, x, array, Py_None, timeout);
     return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);
 }
@@ -187,7 +187,7 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
     if (timeout == NULL || is_exposed(&self->laid)) goto plain;
     PyObject *array = Py_NewRef(self->laid.array);
     self->storage->is_being_written = 1;
-    PyObject *result = run_prepared(self->call, x, array, timeout);
+    PyObject *result = run_persistent(self->call, x, array, timeout);
     self->storage->is_being_written = 0;
     Py_DECREF(array);
     Py_DECREF(timeout);

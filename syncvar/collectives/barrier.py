@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
+from syncvar.collectives.dispatch import Persistable, make_call, native_dispatch, never_persistent
 from syncvar.collectives.stage_builders import barrier_stages
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.persistent_reduce import prepare_barrier
+from syncvar.runtime.persistent_reduce import persist_barrier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.dispatch import Make
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -52,14 +52,14 @@ def _checked(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> 
     return _BarrierCall(CollectiveSpec("barrier"), barrier_stages(communicator))
 
 
-class _BarrierCall(Cacheable):
+class _BarrierCall(Persistable):
     """A checked barrier."""
 
     __slots__ = ()
 
-    def prepared(
+    def persistent(
         self, communicator: Communicator, like: NDArray[Any], make: Make
-    ) -> PreparedCall | None:
+    ) -> Persistent | None:
         if communicator.forced("barrier") is None:
-            return prepare_barrier(communicator, self.spec)
-        return uncacheable
+            return persist_barrier(communicator, self.spec)
+        return never_persistent

@@ -1,7 +1,7 @@
 """Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
 `make_call` runs the persistent call of a repeated call. On the first call it builds one from the
-`CheckedCall`, if that is `Cacheable` (`TransferArgs` and `ReduceArgs` are). All other calls go to
+`CheckedCall`, if that is `Persistable` (`TransferArgs` and `ReduceArgs` are). All other calls go to
 `Communicator.perform`.
 """
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.work import Work
 
-    Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
+    Make = Callable[[Any, Any], "Persistable"]  # of (x, out)
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _NUMBERS = frozenset((float, int, bool, complex))
 
 
-class Cacheable(CheckedCall):
+class Persistable(CheckedCall):
     """A checked call for whose repetitions a persistent call can be built."""
 
     __slots__ = ()
@@ -47,15 +47,15 @@ class Cacheable(CheckedCall):
     is_entered = True
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
-    def prepared(self, communicator: Communicator, like: Any, make: Make) -> PreparedCall | None:
-        """Return a persistent call for inputs like `like`, or None, or `uncacheable`.
+    def persistent(self, communicator: Communicator, like: Any, make: Make) -> Persistent | None:
+        """Return a persistent call for inputs like `like`, or None, or `never_persistent`.
 
         `make` takes (x, out) and returns such a checked call.
         """
         raise NotImplementedError
 
 
-def uncacheable(*_: Any) -> None:
+def never_persistent(*_: Any) -> None:
     """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
@@ -92,7 +92,7 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
             which has a dtype and a shape, or None for the slow path. None: all calls have one
             input.
         make: Function of (communicator, x, out, *rest, keep=...) that checks the arguments. It
-            returns a `CheckedCall`, or a `Cacheable` where there is a form. `keep` copies the
+            returns a `CheckedCall`, or a `Persistable` where there is a form. `keep` copies the
             input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
@@ -108,13 +108,14 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
             def build(x: Any, out: Any) -> Any:
                 return make(communicator, x, out, *rest, keep=False)
 
-            ready = _ready(communicator, (make, rest), form, x, out, build, public, rest)
-            if ready is not None:
+            key = make, rest
+            persistent = _find_persistent(communicator, key, form, x, out, build, public, rest)
+            if persistent is not None:
                 result: Any
                 if async_op:
-                    result = _begin_async(ready, form, out, timeout)
+                    result = _begin_async(persistent, form, out, timeout)
                 else:
-                    result = ready(form, out, None, timeout)
+                    result = persistent(form, out, None, timeout)
                 if result is not None:  # None: nothing was done, so the slow path follows
                     return None if result is NOTHING else result
     if is_foreign(x, out):
@@ -145,10 +146,10 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     `spec` describes this call; None: the spec of the checked call does. From now on the C dispatch
     of `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
     """
-    ready = _ready(communicator, key, form, form, out, make, public, rest)
-    if ready is None or not (timeout is None or is_seconds(timeout)):
+    persistent = _find_persistent(communicator, key, form, form, out, make, public, rest)
+    if persistent is None or not (timeout is None or is_seconds(timeout)):
         return None
-    return ready(form, out, spec, timeout)
+    return persistent(form, out, spec, timeout)
 
 
 def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
@@ -159,7 +160,7 @@ def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
     return (*key, form.dtype, form.shape)
 
 
-def _ready(  # noqa: PLR0913, PLR0917  (hot path)
+def _find_persistent(  # noqa: PLR0913, PLR0917  (hot path)
     communicator: Communicator,
     key: tuple[Hashable, ...],
     form: Any,
@@ -168,32 +169,32 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     make: Make,
     public: Any,
     rest: tuple[Any, ...],
-) -> PreparedCall | None:
+) -> Persistent | None:
     """Return the persistent call of a key, and show it to the C dispatch of the public function."""
     whole_key = key_of(key, form)
-    ready = communicator.prepared_calls.get(whole_key)
-    if ready is not None:
+    persistent = communicator.persistent_calls.get(whole_key)
+    if persistent is not None:
         if public is not None:
-            recall(public, ready)
-        return ready
-    if not communicator.prepares or not communicator.is_shared:
+            recall(public, persistent)
+        return persistent
+    if not communicator.keeps_persistent or not communicator.is_shared:
         return None
     try:
         checked = make(x, out)
         checked.body.close()
-        call = communicator.keep_prepared(whole_key, checked.prepared(communicator, form, make))
+        call = communicator.keep_persistent(whole_key, checked.persistent(communicator, form, make))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
     # C looks at the first of `rest` only, so all others must have their default.
     if public is not None and checked.is_entered and not any(rest[1:]):
-        remember(public, rest[0] if rest else None, call, communicator.prepared_calls)
+        remember(public, rest[0] if rest else None, call, communicator.persistent_calls)
     return call
 
 
-def _begin_async(ready: Any, x: Any, out: Any, timeout: float | None) -> Work | None:
+def _begin_async(persistent: Any, x: Any, out: Any, timeout: float | None) -> Work | None:
     """Begin a persistent call asynchronously; None if nothing was done."""
-    return None if ready is uncacheable else ready.begin(x, out, timeout, own_site())
+    return None if persistent is never_persistent else persistent.begin(x, out, timeout, own_site())
 
 
 def plain_array(x: Any) -> NDArray[Any] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Never
 import numpy as np
 
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, uncacheable
+from syncvar.collectives.dispatch import make_call, never_persistent
 from syncvar.collectives.groups import Mesh
 from syncvar.collectives.stage_builders import exchange, require_same
 from syncvar.collectives.transfer_args import TransferArgs, detail_of, moves, result_buffer
@@ -69,9 +69,8 @@ def neighbor_all_gather(
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_allgather`).
     """
     rest = (mesh, periodic, "neighbor_all_gather")
-    return make_call(
-        neighbor_all_gather, uncacheable, _checked, x, out, None, async_op, timeout, _foreign, rest
-    )
+    public, form = neighbor_all_gather, never_persistent
+    return make_call(public, form, _checked, x, out, None, async_op, timeout, _foreign, rest)
 
 
 def neighbor_all_to_all(
@@ -116,9 +115,8 @@ def neighbor_all_to_all(
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_alltoall`).
     """
     rest = (mesh, periodic, "neighbor_all_to_all")
-    return make_call(
-        neighbor_all_to_all, uncacheable, _checked, x, out, None, async_op, timeout, _foreign, rest
-    )
+    public, form = neighbor_all_to_all, never_persistent
+    return make_call(public, form, _checked, x, out, None, async_op, timeout, _foreign, rest)
 
 
 def neighbors(

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
+from syncvar.collectives.dispatch import Persistable, never_persistent, plain_array
 from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
 from syncvar.runtime.collective_spec import fingerprint
-from syncvar.runtime.persistent_transfer import prepare_move
+from syncvar.runtime.persistent_transfer import persist_move
 from syncvar.runtime.planner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.dispatch import Make
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.persistent_transfer import Front
 
 UNMOVED = TransferLayout(0, NOTHING.dtype)
@@ -41,7 +41,7 @@ def plain_form(
     return plain_array(x) if is_plain and algorithm is None else None
 
 
-class TransferArgs(Cacheable):
+class TransferArgs(Persistable):
     """A checked call that moves blocks.
 
     Args:
@@ -82,12 +82,12 @@ class TransferArgs(Cacheable):
                 return finish(movement.blocks.output)
         return None if self.general is None else (yield from self.general())
 
-    def prepared(
+    def persistent(
         self, communicator: Communicator, like: NDArray[Any], make: Make
-    ) -> PreparedCall | None:
-        """Build the persistent call of such calls; see `Cacheable`."""
+    ) -> Persistent | None:
+        """Build the persistent call of such calls; see `Persistable`."""
         if self._layout is None or self._front is None or not like.dtype.isnative:
-            return uncacheable
+            return never_persistent
 
         def general(x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
             checked = make(x, out)
@@ -97,7 +97,7 @@ class TransferArgs(Cacheable):
             return checked.general()
 
         body = None if self.general is None else general
-        return prepare_move(communicator, self.spec, self._layout, self._front, body, like)
+        return persist_move(communicator, self.spec, self._layout, self._front, body, like)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:

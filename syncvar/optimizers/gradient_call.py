@@ -184,10 +184,10 @@ def checked_combination(
     return CheckedCall(spec, checked.body)
 
 
-def combine_cached(
+def combine_persistent(
     owner: VariableOwner, plan: BucketPlan, op: str, spec: CollectiveSpec, *, weighted: bool
 ) -> bool:
-    """Combine the gradients by a cached call; False if there is none, and nothing was done.
+    """Combine the gradients by a persistent call; False if there is none, and nothing was done.
 
     The description changes from step to step, because it holds the step and the learning rate. The
     arguments are those of `checked_combination`.

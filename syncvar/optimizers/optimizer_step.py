@@ -15,7 +15,7 @@ from syncvar.collectives.reduce_args import check_finite
 from syncvar.collectives.sharded_sums import checked_shard_sum
 from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.gradient_call import Call, checked_combination, combine_cached
+from syncvar.optimizers.gradient_call import Call, checked_combination, combine_persistent
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.variables.grouped_writes import change_copies, copy_of
 from syncvar.variables.variable_owner import current_owner
@@ -177,7 +177,7 @@ class GradientStep:
                 raise _earlier_error(refused)
             return checked_combination(owner, plan, op, spec, weighted=weighted)
 
-        if refused is not None or not combine_cached(owner, plan, op, spec, weighted=weighted):
+        if refused is not None or not combine_persistent(owner, plan, op, spec, weighted=weighted):
             communicator.perform("apply_gradients", check, owner.timeout)
 
     def finish(self, call: Call, plan: BucketPlan, rate: float) -> None:

@@ -273,7 +273,7 @@ def size_of(info: CallInfo, nbytes: int) -> int:
 
 
 class Totals:
-    """Counts calls as the ring records them; 0.25 us for each cached call."""
+    """Counts calls as the ring records them; 0.25 us for each persistent call."""
 
     def __init__(self, append: Callable[[Any], None]) -> None:
         self._append = append

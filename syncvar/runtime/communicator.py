@@ -1,6 +1,6 @@
-"""The calls of one group: members, call numbers, compiled schedules, cached calls.
+"""The calls of one group: members, call numbers, compiled schedules, persistent calls.
 
-Every collective ends in `Communicator.perform` or in a cached call of the group.
+Every collective ends in `Communicator.perform` or in a persistent call of the group.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
-    PreparedCall = Callable[..., NDArray[Any] | None]
+    Persistent = Callable[..., NDArray[Any] | None]
 
-_PREPARED_MAX = 2048
+_PERSISTENT_MAX = 2048
 _EPOCH_CALLS = 10**6
 
 
@@ -163,9 +163,9 @@ class Communicator(CommunicatorState):
         self.last_parts: dict[int, NDArray[Any]] = {}
         # By tag: messages to this rank itself, see `p2p_channel.Mailbox`.
         self.own_messages: dict[int, Any] = {}
-        self.prepares = True
+        self.keeps_persistent = True
         # By (name, op, dtype, shape, reproducible) or another key.
-        self.prepared_calls: dict[Any, PreparedCall] = {}
+        self.persistent_calls: dict[Any, Persistent] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
@@ -187,14 +187,14 @@ class Communicator(CommunicatorState):
         """Return the algorithm that the job's setting demands for a collective."""
         return self.plan.forced.get(collective)
 
-    def keep_prepared(self, key: Any, prepared: PreparedCall | None) -> PreparedCall | None:
+    def keep_persistent(self, key: Any, persistent: Persistent | None) -> Persistent | None:
         """Cache a compiled call, if this group caches calls."""
-        if prepared is None or not self.prepares:
+        if persistent is None or not self.keeps_persistent:
             return None
-        if len(self.prepared_calls) >= _PREPARED_MAX:
-            self.prepared_calls.clear()
-        self.prepared_calls[key] = prepared
-        return prepared
+        if len(self.persistent_calls) >= _PERSISTENT_MAX:
+            self.persistent_calls.clear()
+        self.persistent_calls[key] = persistent
+        return persistent
 
     @property
     def epoch(self) -> int:
@@ -378,7 +378,7 @@ class Communicator(CommunicatorState):
         entry = self.recorder.begin(info, call, begin)
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
-            self.engine.adopt()  # cached calls that are before it in the channel's queue
+            self.engine.adopt()  # persistent calls that are before it in the channel's queue
         steps = stage_steps(entry, checked.body, channel, links)
         if message is None or links is None:
             return Request(entry, steps, channel, links)
@@ -425,7 +425,7 @@ class Communicator(CommunicatorState):
         if self.engine is not None and self.is_shared:
             self.engine.book.note(self.identity, self.next_call)
         self.channel = self.hosts = None
-        self.prepared_calls.clear()
+        self.persistent_calls.clear()
         self.plan.forget()
         self.streams.clear()
 

@@ -374,7 +374,7 @@ def may_persist(communicator: Communicator) -> bool:
     """Return whether the group has a cache of calls and an open channel with other ranks."""
     channel = communicator.channel
     return (
-        communicator.prepares
+        communicator.keeps_persistent
         and channel is not None
         and communicator.engine is not None
         and channel.is_open

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.program_runner import Arrays, SlotProgram
     from syncvar.shm.group_channel import GroupChannel
 
@@ -74,9 +74,9 @@ class ReduceForm(NamedTuple):
         ]
 
 
-def prepare_reduction(
+def persist_reduction(
     communicator: Communicator, form: ReduceForm, spec: CollectiveSpec
-) -> PreparedCall | None:
+) -> Persistent | None:
     """Build the persistent call of reductions, or return None if there is none.
 
     Args:
@@ -101,11 +101,11 @@ def prepare_reduction(
     return program.build_native(call) or call
 
 
-def prepare_barrier(communicator: Communicator, spec: CollectiveSpec) -> PreparedCall | None:
+def persist_barrier(communicator: Communicator, spec: CollectiveSpec) -> Persistent | None:
     """Build the persistent call of a barrier, a reduction of empty arrays, or return None."""
     kinds = [(reduction("sum", np.dtype(np.uint8)), [0])]
     form = ReduceForm(kinds, (0,), is_small=True, is_discarded=True)
-    return prepare_reduction(communicator, form, spec)
+    return persist_reduction(communicator, form, spec)
 
 
 class BoundReduce:
@@ -299,7 +299,7 @@ class ReduceProgram:
 
     # -- the C extension ---------------------------------------------------------------------------
 
-    def build_native(self, call: PersistentCall) -> PreparedCall | None:
+    def build_native(self, call: PersistentCall) -> Persistent | None:
         """Return the call in C, or None. It takes equal dtypes of input and result only."""
         form = self.form
         are_plain = all(reduction.source == reduction.result.name for reduction, _ in form.kinds)
@@ -309,7 +309,7 @@ class ReduceProgram:
             return None
         return self._build_small(call) if form.is_small else self._build_long(call)
 
-    def _build_small(self, call: PersistentCall) -> PreparedCall | None:
+    def _build_small(self, call: PersistentCall) -> Persistent | None:
         form, channel, nothing = self.form, self.channel, self.nothing
         reduction, _ = form.kinds[0]
         kind, whole = reduction.result, self._slot_bytes
@@ -332,10 +332,10 @@ class ReduceProgram:
             leaves=self._leaves(),
             groups=self._groups(0),
         )
-        native: PreparedCall | None = spec.build()
+        native: Persistent | None = spec.build()
         return native
 
-    def _build_long(self, call: PersistentCall) -> PreparedCall | None:
+    def _build_long(self, call: PersistentCall) -> Persistent | None:
         form, channel, nothing = self.form, self.channel, self.nothing
         reduction, places = form.kinds[0]
         counts = [prod(form.shape)]
@@ -359,7 +359,7 @@ class ReduceProgram:
             leaves=self._leaves(),
             groups=self._groups(1),
         )
-        native: PreparedCall | None = spec.build()
+        native: Persistent | None = spec.build()
         if native is not None:
             add_native_program(channel, vector, BufferPlacement(), native)
         return native

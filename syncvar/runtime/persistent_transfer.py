@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.program_runner import SlotProgram
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
 
 
-def prepare_move(
+def persist_move(
     communicator: Communicator,
     spec: CollectiveSpec,
     layout: TransferLayout,
     front: Front,
     general: General | None,
     example: NDArray[Any],
-) -> PreparedCall | None:
+) -> Persistent | None:
     """Build the persistent call of transfers, or return None if there is none.
 
     Args:
@@ -155,7 +155,7 @@ class MoveProgram:
 
     # -- the C extension ---------------------------------------------------------------------------
 
-    def build_native(self, call: PersistentCall, example: NDArray[Any]) -> PreparedCall | None:
+    def build_native(self, call: PersistentCall, example: NDArray[Any]) -> Persistent | None:
         """Return such calls in C, or None; an example call shows the offsets of all blocks."""
         layout = self.layout
         x, folds = np.empty(example.shape, example.dtype), layout.ufunc is not None
@@ -190,12 +190,12 @@ class MoveProgram:
 
     def _build_long(
         self, spec: NativeCallSpec, blocks: Blocks, starts: tuple[list[int], list[int]]
-    ) -> PreparedCall | None:
+    ) -> Persistent | None:
         layout, channel = self.layout, self.channel
         if not channel.are_native:
             return None
         outgoing = starts[0][: len(blocks.outgoing)]
-        native: PreparedCall | None = replace(
+        native: Persistent | None = replace(
             spec,
             puts=[(start, 0, 0, channel.rank) for start in outgoing],
             is_long=True,
@@ -215,7 +215,7 @@ class MoveProgram:
         starts: tuple[list[int], list[int]],
         *,
         keeps: bool,
-    ) -> PreparedCall | None:
+    ) -> Persistent | None:
         layout, rank, folds = self.layout, self.channel.rank, self.layout.ufunc is not None
         sources, targets = starts
         nbytes = layout.elements * layout.dtype.itemsize
@@ -226,7 +226,7 @@ class MoveProgram:
             for (peer, place), target in zip(layout.takes, outputs, strict=True)
         ]
         own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
-        native: PreparedCall | None = replace(
+        native: Persistent | None = replace(
             spec,
             arithmetic=layout.arithmetic.native if folds else None,
             puts=[(start, place * nbytes, nbytes, rank) for place, start in outgoing],

@@ -47,7 +47,7 @@ _CONTROL_POLL_S = 0.005  # interval at which waiting calls poll the launcher
 _IDLE_S = 1.0
 _IDLE_MIN_S = 0.001
 _DRIVEN_IDLE_S = 0.25
-_CACHED_OWN_S = 0.1  # a cached call belongs to its caller for this long
+_PERSISTENT_OWN_S = 0.1  # a persistent call belongs to its caller for this long
 _IDLE_SHARED_S = 0.002  # polling interval while started calls use shared memory
 _IDLE_MOVING_S = 0.0002  # polling interval while one of them makes progress
 _STARTED_OWN_S = 0.001  # a started call belongs to its caller for this long
@@ -95,7 +95,7 @@ class ProgressEngine(Core):
     def start(self, request: Request, timeout_s: float | None, began: float | None = None) -> None:
         """Start a request; it advances whenever a thread drives.
 
-        A cached call that continues here began at `began`, in monotonic seconds.
+        A persistent call that continues here began at `began`, in monotonic seconds.
         """
         now = time.monotonic() if began is None else began
         request.started = now
@@ -371,7 +371,7 @@ class ProgressEngine(Core):
         """Handle arrived frames and advance their requests: all, or until `until` is over."""
         started = self._started
         if self.async_calls:  # others may need more than what they have published
-            self.adopt(_CACHED_OWN_S)
+            self.adopt(_PERSISTENT_OWN_S)
         if self.inbox:
             started.begin_waiting()
         self._questions.send_requests()

@@ -136,7 +136,7 @@ class Recorder:
         trace: Folder for the record of every run; empty for none.
         stats: Folder for the totals of all calls; empty for none.
 
-    Cost: 0.15 us for a cached call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
+    Cost: 0.15 us for a persistent call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.core.errors import InternalError, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.block_transfer import move_shared
-from syncvar.runtime.planner import PreparedStages, run_rounds
+from syncvar.runtime.planner import CompiledStages, run_rounds
 from syncvar.runtime.program_runner import DISAGREE, agreed, settled
 from syncvar.runtime.shm_reduce import ReduceBuffers, reduce_shared, reduce_small
 from syncvar.shm.channel_table import check_of
@@ -67,7 +67,7 @@ class Stage(NamedTuple):
     """A schedule with its buffers."""
 
     # Compiled schedule for links, for shared memory, or for several hosts
-    plan: LinkSchedule | Published | PreparedStages
+    plan: LinkSchedule | Published | CompiledStages
     work: NDArray[Any]  # flat array of `plan.work_count` elements, changed in place
     ufunc: Combiner | None = None  # combines two operands; None for schedules that only move data
     # Input and output buffers of an all-reduce in shared memory, instead of `work`
@@ -427,7 +427,7 @@ def stage_steps(  # noqa: C901, PLR0912  (hot path)
                 if is_published or (channel is not None and opening is None):
                     raise BodyError(error) from error
                 raise
-            if isinstance(stage.plan, PreparedStages) and links is not None:
+            if isinstance(stage.plan, CompiledStages) and links is not None:
                 opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
             elif isinstance(stage.plan, LinkSchedule):
                 if links is None:
@@ -493,7 +493,7 @@ def _on_host(
 def _over_hosts(
     entry: PendingRecord,
     stage: Stage,
-    plan: PreparedStages,
+    plan: CompiledStages,
     channel: GroupChannel | None,
     links: LinkExchange,
     opening: tuple[int, int] | None,
@@ -501,16 +501,16 @@ def _over_hosts(
     """Run the stages on this host and between hosts; return what is left of the opening."""
     if channel is not None and opening is not None and stage.work.nbytes:
         channel.reserve_segments()  # may raise, so before anything is published
-    for ready in plan.stages:
-        work = stage.work[ready.start : ready.stop]
-        if isinstance(ready.plan, LinkSchedule):
-            yield from links.run(ready.plan, work, stage.ufunc)
-        elif ready.plan is not None:
+    for part in plan.stages:
+        work = stage.work[part.start : part.stop]
+        if isinstance(part.plan, LinkSchedule):
+            yield from links.run(part.plan, work, stage.ufunc)
+        elif part.plan is not None:
             if channel is None:
                 raise InternalError("the only rank of a host has a stage in shared memory")
             entry.stage(plan.algorithm, stage.work.nbytes)
             if opening is not None:  # only here: a call over links alone publishes nothing
                 yield from settled(channel, to_its_end=False)
-            yield from run_rounds(channel, opening, ready.plan, work, stage.ufunc)
+            yield from run_rounds(channel, opening, part.plan, work, stage.ufunc)
             opening = None
     return opening

@@ -1,7 +1,7 @@
 """State that all parts of the engine share: admission of calls, the driver's lock, the failure.
 
-Cached calls and C code read `is_quiet` and `driver` at every call. So these are attributes of one
-C object.
+Persistent calls and C code read `is_quiet` and `driver` at every call. So these are attributes of
+one C object.
 
 One thread at a time drives: it holds `lock` and owns the transport and the launcher's channel.
 Other threads wait for it, or post callbacks to it. The first lost rank, missed deadline or
@@ -160,13 +160,13 @@ class Core(AdmissionState):
         self.book = SequenceTracker(hosts, recorder.numbers)
         # Error that broke the group; None while it works
         self.failure: TransportError | UsageError | None = None
-        # No call can be refused, and no writes are queued: cached calls may skip the engine
+        # No call can be refused, and no writes are queued: persistent calls may skip the engine
         self.is_quiet = True
         # Queues with deferred writes. A call that may wait sends them first.
         self.queues: list[Queued] = []
         # Functions called with group and name before each call
         self.before_calls: list[Callable[[int, str], None]] = []
-        # Cached calls that wait for other ranks, and that only their callers know
+        # Persistent calls that wait for other ranks, and that only their callers know
         self.async_calls: list[AsyncCall] = []
         self.lock = threading.Lock()  # held by the driver, see `seize`
         self.driver = 0  # identity of the driving thread; 0 for none
@@ -219,7 +219,7 @@ class Core(AdmissionState):
     # -- calls that have begun without the engine --------------------------------------------------
 
     def adopt(self, after_s: float = 0.0) -> None:
-        """Continue in the engine all cached calls that have been waiting for `after_s` seconds."""
+        """Continue in the engine all persistent calls that have waited for `after_s` seconds."""
         if not self._adopting.acquire(blocking=after_s == 0.0):
             # Do not block here: a signal handler in the other thread may be waiting for this
             # thread.
@@ -232,13 +232,13 @@ class Core(AdmissionState):
             self._adopting.release()
 
     def adopted(self, call: AsyncCall) -> Request | None:
-        """Continue a cached call in the engine; return its request, or None if it is over."""
+        """Continue a persistent call in the engine; return its request, or None if it is over."""
         with self._adopting:
             call.adopt()
         request: Request | None = call.request
         if request is None and not call.is_over:
             self.check()
-            raise InternalError("a cached call waits, but the engine has not taken it over")
+            raise InternalError("a persistent call waits, but the engine has not taken it over")
         return request
 
     # -- whose turn it is to drive -----------------------------------------------------------------

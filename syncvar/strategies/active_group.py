@@ -64,7 +64,7 @@ class ActiveGroup:
         channel = self.communicator.channel
         if channel is not None:
             channel.is_settled = (
-                False  # so cached calls take the slow path, which calls `agree_on_members`
+                False  # so persistent calls take the slow path, which calls `agree_on_members`
             )
         self._home = self._beside("calls")
         self._become(self._home)
@@ -182,7 +182,7 @@ class ActiveGroup:
                 self._block.end(LEFT + cause, cause)
 
     def _become(self, communicator: Communicator) -> None:
-        communicator.prepares = False
+        communicator.keeps_persistent = False
         communicator.whole, communicator.uneven = self.whole, self
         self.communicator.become(communicator)
 

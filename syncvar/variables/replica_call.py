@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable_state import VariableState
 
-# Limit of cached calls of a group: with a large model each new one would evict another.
+# Limit of persistent calls of a group: with a large model each new one would evict another.
 _ALIKE_MAX = 256
 
 
@@ -133,14 +133,14 @@ def _same_label(spec: CollectiveSpec) -> str:
 
 
 def is_compared_first(communicator: Communicator) -> bool:
-    """Return whether a cached call first compares digests of inputs that must be equal."""
+    """Return whether a persistent call first compares digests of inputs that must be equal."""
     return moves(communicator, "all_gather")
 
 
 def checked_equality(communicator: Communicator, x: NDArray[Any], label: str) -> TransferArgs:
     """Return the checked call whose result is whether all replicas have the same input.
 
-    A cached call can make it. If the inputs differ, another call has to exchange them.
+    A persistent call can make it. If the inputs differ, another call has to exchange them.
     """
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
@@ -157,11 +157,11 @@ def checked_equality(communicator: Communicator, x: NDArray[Any], label: str) ->
 def are_equal(
     communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
-    """Return the result of `checked_equality` by a cached call; None if nothing was done."""
+    """Return the result of `checked_equality` by a persistent call; None if nothing was done."""
     key, digest, known = (
         ("alike", label),
         np.array([digest_of(x)], np.uint64),
-        communicator.prepared_calls,
+        communicator.persistent_calls,
     )
     if key_of(key, digest) not in known and len(known) >= _ALIKE_MAX:
         return None

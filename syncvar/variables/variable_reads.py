@@ -24,7 +24,7 @@ from syncvar.protocol.object_codec import unpack_object
 from syncvar.variables.policy import AccessKind, CallContext, Travel, VariableSynchronization
 from syncvar.variables.replica_call import checked_call, combine
 from syncvar.variables.variable_owner import context_here
-from syncvar.variables.variable_state import cached_reads, copy_key, read_only
+from syncvar.variables.variable_state import copy_key, persistent_reads, read_only
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +37,7 @@ _SUMS = (Travel.SUM, Travel.MEAN)
 
 
 def read_value(state: VariableState, *, copy: bool) -> NDArray[Any]:
-    """Return the value: by the cached read if there is one, else by the policy table."""
+    """Return the value: by the persistent read if there is one, else by the policy table."""
     try:
         value = state.look(copy)
     except (MismatchError, DeadlineExceeded, PeerLost) as error:
@@ -49,13 +49,13 @@ def read_value(state: VariableState, *, copy: bool) -> NDArray[Any]:
 def read(state: VariableState, operation: AccessKind, *, copy: bool = True) -> NDArray[Any]:
     """Return the value as the policy table says, and cache how to read it in this context."""
     where = operation, context_here(state.owner)
-    cached = state.reading.get(where)
-    if cached is None and state.decide(operation).travel is Travel.NOTHING:
-        cached = state.reading[where] = state.storage.read
+    persistent = state.reading.get(where)
+    if persistent is None and state.decide(operation).travel is Travel.NOTHING:
+        persistent = state.reading[where] = state.storage.read
     state.flush()
     state.count_read()
     try:
-        value = None if cached is None else cached(copy)
+        value = None if persistent is None else persistent(copy)
         return _read_together(state, where) if value is None else value
     except (MismatchError, DeadlineExceeded, PeerLost) as error:
         _advise_reader(state, operation, error)
@@ -107,8 +107,8 @@ def _read_together(
         options = ReduceOptions(owner.reproducible)
         call = persistent_reduction(communicator, array, op, label, options)
         if call is not None:
-            cached, look = cached_reads(owner, state.storage, state.tally, call)
-            state.reading[where] = cached
+            persistent, look = persistent_reads(owner, state.storage, state.tally, call)
+            state.reading[where] = persistent
             if operation is AccessKind.READ and state.queue is None:
                 state.look = look
     return read_only(value)

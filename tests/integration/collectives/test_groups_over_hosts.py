@@ -41,7 +41,7 @@ def test_the_collectives_take_the_way_over_hosts():
         return plans
 
     for seen in ranks(4, 2, fn):
-        assert seen == ["PreparedStages"] * 5 + ["LinkSchedule"]
+        assert seen == ["CompiledStages"] * 5 + ["LinkSchedule"]
 
 
 @pytest.mark.parametrize(("size", "hosts"), SIZES)
