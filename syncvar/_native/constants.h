@@ -2,13 +2,13 @@
 #ifndef SYNCVAR_CONSTANTS_H
 #define SYNCVAR_CONSTANTS_H
 
-#define FORM 26
+#define FORM 27
 #define SPREAD 11400714819323198485ull
 #define RANKS_MAX 64
 #define RING_SLOTS 32
 #define NUMBERS_MAX 1024
 #define LEAVES_MAX 1024
-#define KINDS_MAX 8
+#define DTYPES_MAX 8
 #define SLOT_ALIGN_BYTES 16
 #define LINE 64
 #define PAGE 4096

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HEADER = Path(__file__).with_name("constants.h")
 
-FORM = 26  # version of the interface between Python and the extension
+FORM = 27  # version of the interface between Python and the extension
 
 # Of calls and their checks.
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that calls with one fingerprint have different checks
@@ -21,7 +21,7 @@ RANKS_MAX = 64  # ranks of a group whose calls the extension runs
 RING_SLOTS = 32
 NUMBERS_MAX = 1024  # numbers of a list that becomes an array
 LEAVES_MAX = 1024  # arrays of a pytree that form one vector
-KINDS_MAX = 8  # dtypes of such arrays
+DTYPES_MAX = 8  # dtypes of such arrays
 SLOT_ALIGN_BYTES = 16  # vectors of different dtypes in a slot begin at multiples of it
 
 # Of shared memory and of locations that ranks publish.

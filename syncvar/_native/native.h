@@ -39,8 +39,8 @@
     X(_references)                                                                                 \
     X(_shown)                                                                                      \
     X(acquire)                                                                                     \
-    X(adopt)                                                                                       \
-    X(begin)                                                                                       \
+    X(continue_async)                                                                              \
+    X(start)                                                                                       \
     X(continue_in_engine)                                                                          \
     X(copy)                                                                                        \
     X(fingerprint)                                                                                 \
@@ -96,7 +96,7 @@ int intern_names(void);
     X(program)                                                                                     \
     X(run)                                                                                         \
     X(native_call)                                                                                 \
-    X(async_call) X(entrance) X(write) X(look) X(read) X(group) X(end) X(message_entrance)
+    X(async_call) X(call_dispatch) X(write) X(look) X(read) X(group) X(end) X(message_dispatch)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
@@ -118,7 +118,7 @@ int is_unlocked(PyObject *lock);
 int is_free(PyObject *engine, PyObject *lock);
 int try_acquire(PyObject *lock);
 void release(PyObject *lock);
-int record(PyObject *add, PyObject *info, PyObject *number, PyObject *begin);
+int record(PyObject *add, PyObject *info, PyObject *number, PyObject *began);
 int64_t now_ns(void);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
@@ -353,7 +353,7 @@ typedef struct {
     int size, rank, turn;            /* turn: last used slot of the ring */
     Patience patience;
     Stores stores;
-    PyObject *begun; /* the open AsyncCall, borrowed; it removes itself when it is freed */
+    PyObject *open_call; /* the open AsyncCall, borrowed; it removes itself when it is freed */
 } ChannelState;
 
 static inline uint64_t seen(const uint64_t *word) {
@@ -394,7 +394,7 @@ typedef struct {
     Named *named;
     int memories;
     int64_t scratch_bytes;
-    Arithmetic how;
+    Arithmetic arithmetic;
     Step apply;
     PyObject *kept_code, *kept_named;
 } Program;
@@ -420,11 +420,11 @@ typedef struct {
 } Span;
 
 int bind_vector(Run *self, const Span *input, const Span *output, int count,
-                const uint64_t *sources, const uint64_t *targets, int tells);
+                const uint64_t *sources, const uint64_t *targets, int moves_blocks);
 long long advance_run(Run *self, Py_ssize_t end);
 
 PyObject *note_change(PyObject *module, PyObject *unused);
-PyObject *run_call(PyObject *native_call, PyObject *x, PyObject *out, PyObject *said,
+PyObject *run_call(PyObject *native_call, PyObject *x, PyObject *out, PyObject *spec,
                    PyObject *timeout);
 
 #endif

@@ -238,7 +238,7 @@ static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t 
 }
 
 ACCESS(Look, look,
-       "A persistent read of this replica's copy: look(copy) returns None if nothing was done.")
+       "A persistent read of this replica's copy: look(copy) returns None to fall back.")
 
 /* -- reads that combine the copies ------------------------------------------------------------- */
 
@@ -280,7 +280,7 @@ static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t 
 }
 
 ACCESS(Read, read,
-       "A persistent read that combines the copies: read(copy) returns None if nothing was done.")
+       "A persistent read that combines the copies: read(copy) returns None to fall back.")
 
 /* -- variables that are written together ------------------------------------------------------- */
 

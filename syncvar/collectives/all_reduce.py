@@ -197,7 +197,7 @@ def checked_reduce(
             array = array.copy()
             target = _output_for(communicator, array, reducer, target)
         body = reduce_one(communicator, array, reducer, target, options)
-        return ReduceArgs(spec, body, is_entered=array.dtype == reducer.result)
+        return ReduceArgs(spec, body, is_dispatched=array.dtype == reducer.result)
     structure, leaves = flatten(x)
     arrays = arrays_of(x, leaves)
     reducers = [reduction_of(array, op) for array in arrays]
@@ -222,8 +222,8 @@ def checked_reduce(
         )
         return unflatten(structure, results, like)
 
-    is_entered = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
-    return ReduceArgs(spec, together(), is_entered=is_entered)
+    is_dispatched = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
+    return ReduceArgs(spec, together(), is_dispatched=is_dispatched)
 
 
 def _output_for(

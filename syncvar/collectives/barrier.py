@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NOTHING = np.empty(0, np.uint8)
 
 
-@native_dispatch(nothing=_NOTHING, positions=0)
+@native_dispatch(no_input=_NOTHING, positions=0)
 def barrier(
     *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
 ) -> Any:

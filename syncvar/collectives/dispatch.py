@@ -14,11 +14,11 @@ import numpy as np
 
 from syncvar._native import recall, remember
 from syncvar._native.constants import NUMBERS_MAX
-from syncvar.bootstrap.process import entered_natively
+from syncvar.bootstrap.process import dispatch_calls
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.migration_hints import unexpected_keyword
-from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.block_transfer import NO_RESULT
 from syncvar.runtime.call_record import own_site
 from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.work import is_seconds
@@ -44,7 +44,7 @@ class Persistable(CheckedCall):
 
     __slots__ = ()
 
-    is_entered = True
+    is_dispatched = True
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
     def persistent(self, communicator: Communicator, like: Any, make: Make) -> Persistent | None:
@@ -62,11 +62,11 @@ def never_persistent(*_: Any) -> None:
 def native_dispatch(**options: Any) -> Callable[[Function], Function]:
     """Return a decorator that lets the C extension make persistent calls of a public function.
 
-    The keywords are those of `syncvar._native.entrance`.
+    The keywords are those of `syncvar._native.call_dispatch`.
     """
 
     def decorated(function: Function) -> Function:
-        call: Function = entered_natively(function, **options)
+        call: Function = dispatch_calls(function, **options)
         return call
 
     return decorated
@@ -113,11 +113,11 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
             if persistent is not None:
                 result: Any
                 if async_op:
-                    result = _begin_async(persistent, form, out, timeout)
+                    result = _start(persistent, form, out, timeout)
                 else:
                     result = persistent(form, out, None, timeout)
                 if result is not None:  # None: nothing was done, so the slow path follows
-                    return None if result is NOTHING else result
+                    return None if result is NO_RESULT else result
     if is_foreign(x, out):
 
         def again(x: Any, out: Any = None) -> Any:
@@ -187,14 +187,14 @@ def _find_persistent(  # noqa: PLR0913, PLR0917  (hot path)
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
     # C looks at the first of `rest` only, so all others must have their default.
-    if public is not None and checked.is_entered and not any(rest[1:]):
+    if public is not None and checked.is_dispatched and not any(rest[1:]):
         remember(public, rest[0] if rest else None, call, communicator.persistent_calls)
     return call
 
 
-def _begin_async(persistent: Any, x: Any, out: Any, timeout: float | None) -> Work | None:
-    """Begin a persistent call asynchronously; None if nothing was done."""
-    return None if persistent is never_persistent else persistent.begin(x, out, timeout, own_site())
+def _start(persistent: Any, x: Any, out: Any, timeout: float | None) -> Work | None:
+    """Start a persistent call; None if nothing was done."""
+    return None if persistent is never_persistent else persistent.start(x, out, timeout, own_site())
 
 
 def plain_array(x: Any) -> NDArray[Any] | None:

@@ -148,14 +148,14 @@ def _checked_reduce(
             reducers[0].name if reducers else "",
             target,
             structure=structure,
-            options=tuple(part[1].digest for part in parts),
+            options=tuple(part[1].fingerprint for part in parts),
             shown=(op, f"{len(arrays)} arrays", f"root {target}"),
         )
         return ReduceArgs(spec, body())
     ((reducer, spec),) = parts
     ends = ResultPlacement("reduce", target)
-    is_entered = arrays[0].dtype == reducer.result
-    return ReduceArgs(spec, body(), ends, is_entered=is_entered)
+    is_dispatched = arrays[0].dtype == reducer.result
+    return ReduceArgs(spec, body(), ends, is_dispatched=is_dispatched)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -262,8 +262,8 @@ def _checked_prefix(
             return outcome(left, work, count, array.shape, into)
         return deliver(np.full(array.shape, neutral, reducer.result), into)
 
-    ends, is_entered = ResultPlacement(name), array.dtype == reducer.result
-    return ReduceArgs(spec, body(), ends, is_entered=is_entered)
+    ends, is_dispatched = ResultPlacement(name), array.dtype == reducer.result
+    return ReduceArgs(spec, body(), ends, is_dispatched=is_dispatched)
 
 
 _checked_scan = partial(_checked_prefix, "scan")

@@ -276,11 +276,11 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
 class ReduceArgs(Persistable):
     """A checked call that combines; `ends` says which ranks get which result.
 
-    `op` is the op, if the spec has none. `is_entered`: the result has the dtype of the input, the
-    only one that the C dispatch looks at.
+    `op` is the op, if the spec has none. `is_dispatched`: the result has the dtype of the input,
+    the only one that the C dispatch looks at.
     """
 
-    __slots__ = ("_ends", "_op", "is_entered")
+    __slots__ = ("_ends", "_op", "is_dispatched")
 
     def __init__(
         self,
@@ -289,10 +289,10 @@ class ReduceArgs(Persistable):
         ends: ResultPlacement = EVERYWHERE,
         *,
         op: str = "",
-        is_entered: bool = False,
+        is_dispatched: bool = False,
     ) -> None:
         super().__init__(spec, body)
-        self._ends, self._op, self.is_entered = ends, op or spec.op, is_entered
+        self._ends, self._op, self.is_dispatched = ends, op or spec.op, is_dispatched
 
     def persistent(
         self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make

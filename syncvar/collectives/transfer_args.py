@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.dispatch import Persistable, never_persistent, plain_array
-from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
+from syncvar.runtime.block_transfer import NO_RESULT, Blocks, Movement, TransferLayout
 from syncvar.runtime.collective_spec import fingerprint
 from syncvar.runtime.persistent_transfer import persist_move
 from syncvar.runtime.planner import SIDE_BY_SIDE
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.persistent_transfer import Front
 
-UNMOVED = TransferLayout(0, NOTHING.dtype)
+UNMOVED = TransferLayout(0, NO_RESULT.dtype)
 """Layout of an input that cannot be moved as blocks of one shape: no rank moves any block then."""
 
 
@@ -75,9 +75,9 @@ class TransferArgs(Persistable):
         if layout is not None:
             blocks = None if layout is UNMOVED else arrange()
             movement = (
-                Movement(UNMOVED, Blocks(NOTHING)) if blocks is None else Movement(layout, blocks)
+                Movement(UNMOVED, Blocks(NO_RESULT)) if blocks is None else Movement(layout, blocks)
             )
-            yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
+            yield Stage(SIDE_BY_SIDE, NO_RESULT, movement=movement)
             if movement.is_done:
                 return finish(movement.blocks.output)
         return None if self.general is None else (yield from self.general())
@@ -119,7 +119,7 @@ def result_buffer(
 
 def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
     """Return the arrays of a call if its result, where there is one, is in `out`."""
-    return blocks if out is None or blocks.output is out or blocks.output is NOTHING else None
+    return blocks if out is None or blocks.output is out or blocks.output is NO_RESULT else None
 
 
 def place_of(source: int, dest: int) -> int:

@@ -75,7 +75,7 @@ _NATIVE_SLOT_BYTES = 8 << 10  # up to here small slots are faster if programs ru
 _READ_BYTES = 512 << 10  # from here on reading one of several blocks is faster than cells
 _LONE = 128  # the same for a single block: so many times _READ_BYTES
 
-NOTHING: NDArray[Any] = np.empty(0, np.uint8)
+NO_RESULT: NDArray[Any] = np.empty(0, np.uint8)
 """`Blocks.output` of a rank that gets no result."""
 
 # Published beside the check is a mark: the side of the rank's first cells << 3 | its `BlockOffer`.

@@ -378,7 +378,7 @@ class Communicator(CommunicatorState):
         entry = self.recorder.begin(info, call, begin)
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
-            self.engine.adopt()  # persistent calls that are before it in the channel's queue
+            self.engine.continue_async_calls()  # they are before it in the channel's queue
         steps = stage_steps(entry, checked.body, channel, links)
         if message is None or links is None:
             return Request(entry, steps, channel, links)
@@ -389,7 +389,7 @@ class Communicator(CommunicatorState):
 
     def call_info(self, spec: CollectiveSpec, nbytes: int, path: str) -> CallInfo:
         """Return the part of a record that all calls of this description share."""
-        return CallInfo(spec, self.identity, self.members, spec.digest, nbytes, path)
+        return CallInfo(spec, self.identity, self.members, spec.fingerprint, nbytes, path)
 
     def begin_epoch(self) -> None:
         """Begin a new block of call numbers (see `begin_epochs`)."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from syncvar.core.errors import InternalError
 from syncvar.runtime.block_transfer import (
-    NOTHING,
+    NO_RESULT,
     Movement,
     add_native_programs,
     move_published,
@@ -166,8 +166,8 @@ class MoveProgram:
             or not blocks.output.flags.c_contiguous
         ):
             return None
-        output, takes_nothing = blocks.output, blocks.output is NOTHING
-        is_plain = x.dtype == layout.dtype and (takes_nothing or output.dtype == layout.dtype)
+        output, has_no_result = blocks.output, blocks.output is NO_RESULT
+        is_plain = x.dtype == layout.dtype and (has_no_result or output.dtype == layout.dtype)
         keeps = blocks.own is not None and (folds or blocks.own_target is not None)
         own, own_target = [blocks.own] * keeps, [blocks.own_target] * (keeps and not folds)
         sources = [_offset(block, x) for block in (*blocks.outgoing, *own)]
@@ -179,9 +179,9 @@ class MoveProgram:
             (x.dtype, x.shape),
             (output.dtype, output.shape),
             detail=layout.detail or 0,
-            publishes_check=True,
+            moves_blocks=True,
             parts=blocks.parts,
-            nothing=NOTHING if takes_nothing else None,
+            no_result=NO_RESULT if has_no_result else None,
         )
         starts = sources, targets
         if self.is_small:

@@ -219,12 +219,12 @@ class ProgressEngine(Core):
 
     def is_idle(self, group: int) -> bool:
         """Return whether no call of a group runs or waits to begin."""
-        self.adopt()
+        self.continue_async_calls()
         return all(request.group != group for request in self._started.all)
 
     def settle(self, group: int) -> None:
         """Wait until no call of a group runs or waits to begin; their waiters get the errors."""
-        self.adopt()
+        self.continue_async_calls()
         for request in self._started.all:
             if request.group == group:
                 with contextlib.suppress(SyncvarError):
@@ -234,7 +234,7 @@ class ProgressEngine(Core):
 
     def leave(self, deadline: float) -> None:
         """Complete started requests or raise their error, then announce that this rank leaves."""
-        self.adopt()
+        self.continue_async_calls()
         left = [f"{one.label} started at {one.site}" for one in self._started.all if one.site]
         if left and self.failure is None:
             _log.warning(
@@ -371,7 +371,7 @@ class ProgressEngine(Core):
         """Handle arrived frames and advance their requests: all, or until `until` is over."""
         started = self._started
         if self.async_calls:  # others may need more than what they have published
-            self.adopt(_PERSISTENT_OWN_S)
+            self.continue_async_calls(_PERSISTENT_OWN_S)
         if self.inbox:
             started.begin_waiting()
         self._questions.send_requests()

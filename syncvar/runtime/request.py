@@ -5,10 +5,10 @@ That is a word of the group's channel in shared memory, or a `Wait` (frames of a
 a message ring). A request never blocks: the caller drives it without the engine's lock, or the
 engine does.
 
-Signature check: phase 0 of a call in shared memory compares signatures; over links every frame
-carries the signature. Before that, no rank uses another rank's data or changes its own: a call
-writes only its own work buffer. A group over several hosts alternates stages on the host and
-between hosts, see `algorithms.hierarchical`.
+Signature check: phase 0 of a call in shared memory compares fingerprints; over links every frame
+carries one. Before that, no rank uses another rank's data or changes its own: a call writes only
+its own work buffer. A group over several hosts alternates stages on the host and between hosts, see
+`algorithms.hierarchical`.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Request:
         return self.state
 
     def accept(self, frame: Frame) -> None:
-        """Use a frame of this call; the caller has compared the signatures."""
+        """Use a frame of this call; the caller has compared the fingerprints."""
         links = self.links
         if links is None:
             raise InternalError(

@@ -180,7 +180,7 @@ class Core(AdmissionState):
         self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.callbacks = CallbackThread(self)
         self.when_broken: list[Callable[[TransportError | UsageError], None]] = []
-        self._adopting = threading.RLock()
+        self._continuing = threading.RLock()
         self._failure_raised = False
         self._followers: list[threading.Event] = []
         self._posted: collections.deque[Callable[[], None]] = collections.deque()
@@ -218,23 +218,23 @@ class Core(AdmissionState):
 
     # -- calls that have begun without the engine --------------------------------------------------
 
-    def adopt(self, after_s: float = 0.0) -> None:
+    def continue_async_calls(self, after_s: float = 0.0) -> None:
         """Continue in the engine all persistent calls that have waited for `after_s` seconds."""
-        if not self._adopting.acquire(blocking=after_s == 0.0):
+        if not self._continuing.acquire(blocking=after_s == 0.0):
             # Do not block here: a signal handler in the other thread may be waiting for this
             # thread.
             return
         try:
             for call in list(self.async_calls):
-                if after_s == 0.0 or time.monotonic_ns() - call.begin > after_s * 1e9:
-                    call.adopt()
+                if after_s == 0.0 or time.monotonic_ns() - call.began > after_s * 1e9:
+                    call.continue_in_engine()
         finally:
-            self._adopting.release()
+            self._continuing.release()
 
-    def adopted(self, call: AsyncCall) -> Request | None:
+    def request_of(self, call: AsyncCall) -> Request | None:
         """Continue a persistent call in the engine; return its request, or None if it is over."""
-        with self._adopting:
-            call.adopt()
+        with self._continuing:
+            call.continue_in_engine()
         request: Request | None = call.request
         if request is None and not call.is_over:
             self.check()
@@ -341,7 +341,7 @@ class Core(AdmissionState):
     ) -> None:
         """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
         if self.async_calls:
-            self.adopt()
+            self.continue_async_calls()
         self.send_control_async(
             "abort_step",
             group=group,
@@ -359,7 +359,7 @@ class Core(AdmissionState):
         nothing is sent.
         """
         if self.async_calls:
-            self.adopt()
+            self.continue_async_calls()
         for one in self.book.check_ended_blocks(groups, SKIPPED_CALL, self.rank):
             self.is_quiet = False
             self.abort_step(

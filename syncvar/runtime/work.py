@@ -16,7 +16,7 @@ import numpy as np
 from syncvar._native import AsyncCall
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.block_transfer import NO_RESULT
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.state import send_queued
@@ -169,7 +169,7 @@ class Work(MigrationHintsMixin):
 
     def _finished(self, result: Any) -> Any:
         """Return what the caller gets."""
-        if result is NOTHING:
+        if result is NO_RESULT:
             result = None
         return result if self._finish is None else self._finish(result)
 
@@ -190,7 +190,7 @@ class Work(MigrationHintsMixin):
         result = async_call.end(waits)
         if result is None:
             assert self._engine is not None
-            request = self._engine.adopted(async_call)
+            request = self._engine.request_of(async_call)
             if request is None:
                 return async_call.end(waits)  # the call has ended meanwhile
             # set before `_async_call`: another thread may wait for the same call

@@ -143,7 +143,7 @@ class _Reduction(NamedTuple):
         )
         if self.arrays:
             spec = spec.with_array(self.arrays[0])
-        return ReduceArgs(spec, body, op=self.op, is_entered=checked.is_entered)
+        return ReduceArgs(spec, body, op=self.op, is_dispatched=checked.is_dispatched)
 
 
 def _label(spec: CollectiveSpec) -> str:
