@@ -261,7 +261,7 @@ def open_program(
 def run(
     code: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> Iterator[int]:
-    """Run a program in C; yield the publications to wait for.
+    """Run a program in C; yield the needs.
 
     Args:
         code: Result of `program`.

@@ -2,7 +2,7 @@
 #ifndef SYNCVAR_CONSTANTS_H
 #define SYNCVAR_CONSTANTS_H
 
-#define FORM 27
+#define FORM 28
 #define SPREAD 11400714819323198485ull
 #define RANKS_MAX 64
 #define RING_SLOTS 32
@@ -14,10 +14,16 @@
 #define PAGE 4096
 #define ADDRESS 1152921504606846976ull
 #define AT_PAGE 4611686018427387904ull
-#define PEER_ENDED (-1099511627776ll)
-#define UNREAD (-2199023255552ll)
 #define PLACES 8
 #define WRITES_PER_DECISION 64
+
+enum Need {
+    END = 0,
+    AT_ONCE = 1,
+    PEER_ENDED = -1073741824,
+    UNREAD = -1073741825,
+    DISAGREE = -1073741826,
+};
 
 enum Opcode {
     COPY = 0,

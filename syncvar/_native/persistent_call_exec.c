@@ -337,7 +337,7 @@ static Result run_long(const NativeCall *self, const Attempt *attempt, long long
         return PUBLISHED;
     if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
     run->place = known->program->opening;
-    return advance_run(run, known->program->length) ? RUN_SUSPENDED : COMPLETED;
+    return advance_run(run, known->program->length) == END ? COMPLETED : RUN_SUSPENDED;
 }
 
 /* -- continuing in Python ---------------------------------------------------------------------- */

@@ -14,7 +14,7 @@
 #define READ_AT_ONCE (64 << 10)   /* bytes that are read through a buffer */
 #define PATIENCE_LOCKED_NS 20000  /* longest wait with the GIL */
 
-/* Read the memory of another process; return 0, or the value that ends the run. */
+/* Read the memory of another process; return END, or the Need at which the run stops. */
 static long long read_process(Py_ssize_t process, const char *there, char *into,
                               Py_ssize_t nbytes) {
 #if defined(__linux__)
@@ -33,14 +33,15 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
         there += done;
         nbytes -= done;
     }
-    return 0;
+    return END;
 #else
     (void)process, (void)there, (void)into;
-    return nbytes > 0 ? UNREAD : 0;
+    return nbytes > 0 ? UNREAD : END;
 #endif
 }
 
-/* Run to a place of the code; return what the others have to reach first, or 0. It needs no GIL. */
+/* Run to a place of the code; return what the run needs first (see Need), or END. It needs no GIL.
+ */
 long long advance_run(Run *self, Py_ssize_t end) {
     const Program *program = self->program;
     ChannelState *channel = self->channel;
@@ -59,7 +60,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
             if (bound[step[1]].process != 0) {
                 const long long failed =
                     read_process(bound[step[1]].process, source, target, nbytes);
-                if (failed) return failed;
+                if (failed != END) return failed;
             } else if (*step == STORE && program->apply.loop != NULL) {
                 combine(&program->apply, target, source, width, target, step[5], width);
             } else if (named->kind > SCRATCH) { /* memory that other ranks read */
@@ -94,7 +95,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
         }
         }
     }
-    return 0;
+    return END;
 }
 
 /* Make a run that serves all programs of at most so many memories and scratch bytes. */
@@ -249,7 +250,7 @@ static long long advance_to(Run *self, Py_ssize_t end) {
 static PyObject *run_next(PyObject *object) {
     Run *self = (Run *)object;
     const long long need = advance_to(self, self->program->length);
-    return need == 0 ? NULL : PyLong_FromLongLong(need);
+    return need == END ? NULL : PyLong_FromLongLong(need);
 }
 
 /* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] if offsets[k] is

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar._native.constants import ADDRESS, BlockOffer, MemoryKind
+from syncvar._native.constants import ADDRESS, BlockOffer, MemoryKind, Need
 from syncvar.runtime.arithmetic import Arithmetic
 from syncvar.runtime.instructions import (
     Await,
@@ -45,7 +45,6 @@ from syncvar.runtime.instructions import (
     in_cell,
 )
 from syncvar.runtime.program_runner import (
-    DISAGREE,
     RemoteRef,
     ShmRef,
     SlotProgram,
@@ -396,7 +395,7 @@ class Movement:
 def move_shared(
     channel: GroupChannel, opening: tuple[int, int], movement: Movement
 ) -> Iterator[int]:
-    """Publish and take blocks in a call (call, check); yield the publications to wait for."""
+    """Publish and take blocks in a call (call, check); yield the needs."""
     call, check = opening
     mark = _put_blocks(channel, movement)
     try:
@@ -508,7 +507,7 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
     sources, marks = channel.arrays()
     if channel.disagreeing(layout.check_of(check)):
         if layout.detail is None or any(source != check for source in sources):
-            yield DISAGREE
+            yield Need.DISAGREE
         return
     if layout.detail == 0:
         return

@@ -15,11 +15,12 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar._native import native_call
+from syncvar._native.constants import Need
 from syncvar.core.reduce_ops import quiet_caller
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo, site_of
-from syncvar.runtime.program_runner import DISAGREE, settled
-from syncvar.runtime.request import START, Request
+from syncvar.runtime.program_runner import settled
+from syncvar.runtime.request import Request
 from syncvar.runtime.work import Work, checked_timeout
 from syncvar.shm.channel_table import check_of
 
@@ -56,7 +57,7 @@ class BoundArrays(Protocol):
 
 
 class SharedProgram(Protocol):
-    """What this rank does in each repetition; its steps yield publications to wait for."""
+    """What this rank does in each repetition; its steps yield needs."""
 
     def bind(self, x: Any, out: Any) -> BoundArrays | None:
         """Return the arrays of a call; None, or an error, for the slow path."""
@@ -172,7 +173,7 @@ class PersistentCall:
             try:
                 opening = number, check_of(self.info.fingerprint, number)
                 steps = _settled_steps(channel, self.program.run(opening, arrays), arrays)
-                request = self._request(self.info, number, began, steps, START, arrays.held)
+                request = self._request(self.info, number, began, steps, Need.AT_ONCE, arrays.held)
                 request.site = _site_text(site, instruction)
             except BaseException as error:
                 self.interrupt(number, began, error, None)
@@ -259,7 +260,7 @@ class PersistentCall:
         self, number: int, began: int, error: BaseException, spec: CollectiveSpec | None
     ) -> None:
         """Abort the job: an exception has left a call in which other ranks take part."""
-        request = self._request(self.info_of(spec), number, began, iter(()), DISAGREE)
+        request = self._request(self.info_of(spec), number, began, iter(()), Need.DISAGREE)
         self.channel.queue.clear()
         self.engine.interrupted(request, error)
 
@@ -410,10 +411,10 @@ def _settled_steps(
 
 
 def _run_while_spinning(channel: GroupChannel, steps: Iterator[int], number: int) -> int | None:
-    """Run steps while spinning; return the publication to wait for, or None at the end."""
+    """Run steps while spinning; return the need at which they stop, or None at the end."""
     wait = channel.hold if gil_monitor.is_alert and gil_monitor.holds() else channel.wait
     others, limit = channel.others, (number << 1) + 4
     for need in steps:
-        if need == DISAGREE or not wait(others, need, limit):
+        if need == Need.DISAGREE or not wait(others, need, limit):
             return need
     return None

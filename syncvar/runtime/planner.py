@@ -98,7 +98,7 @@ def run_rounds(
     work: NDArray[Any],
     ufunc: Combiner | None,
 ) -> Iterator[int]:
-    """Run a schedule on a flat array; yield the publications to wait for.
+    """Run a schedule on a flat array; yield the needs.
 
     `opening` is (call, check) if phase 0 is still to be published, else None.
     """

@@ -17,7 +17,7 @@ import numpy as np
 
 from syncvar._native import open_program, run
 from syncvar._native import program as native_program
-from syncvar._native.constants import ADDRESS, PEER_ENDED, UNREAD, MemoryKind
+from syncvar._native.constants import ADDRESS, MemoryKind, Need
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.runtime.arithmetic import copier, folder, gil_monitor, storer
 from syncvar.runtime.instructions import AWAIT, COMBINE, COPY, STORE
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     # Flat input and output arrays of a rank.
     Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"
 
-
-DISAGREE = 0
-"""Yielded when the ranks do not make the same call: only the launcher can end the wait."""
 
 _MISSING = object()
 _FOUND_MAX = 1024
@@ -66,7 +63,7 @@ def interpret(
     store: Copier,
     fold: Callable[[list[NDArray[Any]], NDArray[Any]], Any],
 ) -> Iterator[int]:
-    """Run the steps of a program on flat arrays; yield the publications to wait for.
+    """Run the steps of a program on flat arrays; yield the needs.
 
     `copy` and `store` are functions of (target, value), `fold` one of (terms, target), where the
     target may be the first term.
@@ -163,7 +160,7 @@ def agreed(channel: GroupChannel, check: int, reached: int) -> Iterator[int]:
     """Wait for phase 0 of all ranks, and compare the checks."""
     yield reached
     if channel.disagreeing(check):
-        yield DISAGREE
+        yield Need.DISAGREE
 
 
 def native_of(code: CompiledProgram, arithmetic: Arithmetic) -> Any:
@@ -203,7 +200,7 @@ def run_code(
     slots: tuple[int, ...] | None = None,
     location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> Iterator[int]:
-    """Run the steps of a program; yield the publications to wait for.
+    """Run the steps of a program; yield the needs.
 
     Args:
         channel: This rank's channel.
@@ -231,7 +228,7 @@ def run_code(
             channel, code.steps, _views(channel, code, found), copy, store, folder(arithmetic)
         )
     except PeerEnded:
-        yield PEER_ENDED
+        yield Need.PEER_ENDED
 
 
 def reading(
@@ -239,14 +236,14 @@ def reading(
 ) -> Iterator[int]:
     """Continue a run of the C extension; raise the error if reading another process failed."""
     for need in steps:
-        if need != UNREAD:
+        if need != Need.UNREAD:
             yield need
             continue
         try:
             for rank, place in places:
                 read(channel, rank, place, np.empty(1, np.uint8), hold=True)
         except PeerEnded:
-            yield PEER_ENDED
+            yield Need.PEER_ENDED
         raise InternalError("reading the memory of another rank failed once, but works now")
 
 
