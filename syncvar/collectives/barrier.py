@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import Persistable, make_call, native_dispatch, never_persistent
 from syncvar.collectives.stage_builders import barrier_stages
 from syncvar.runtime.collective_spec import CollectiveSpec
@@ -63,3 +64,15 @@ class _BarrierCall(Persistable):
         if communicator.forced("barrier") is None:
             return persist_barrier(communicator, self.spec)
         return never_persistent
+
+
+register(
+    Collective(
+        (barrier,),
+        CollectiveKind.WAIT,
+        gives="nothing",
+        gets="None, after all ranks have entered",
+        cost="a look at each rank's word; over links ceil(log2 n) rounds of empty frames",
+        arguments=lambda *_: (),
+    ),
+)

@@ -20,7 +20,6 @@ import numpy as np
 
 from syncvar.algorithms.builders import SCHEDULES
 from syncvar.algorithms.schedule import even_chunks
-from syncvar.collectives.barrier import barrier
 from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
@@ -309,13 +308,5 @@ register(
         own_bus="1",
         arguments=lambda case, x: (case, x),
         run=_ring,
-    ),
-    Collective(
-        (barrier,),
-        CollectiveKind.WAIT,
-        gives="nothing",
-        gets="None, after all ranks have entered",
-        cost="a look at each rank's word; over links ceil(log2 n) rounds of empty frames",
-        arguments=lambda *_: (),
     ),
 )

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.program_runner import Arrays, SlotProgram
     from syncvar.shm.group_channel import GroupChannel
 
-_NOWHERE: NDArray[Any] = np.empty(0, np.uint8)
+_EMPTY: NDArray[Any] = np.empty(0, np.uint8)
 
 
 class ReduceForm(NamedTuple):
@@ -238,7 +238,7 @@ class ReduceProgram:
         target = flat(output)
         source = target if x is output else flat(x)
         if self.no_result is not None:
-            target = _NOWHERE.view(self.form.kinds[0][0].result)
+            target = _EMPTY.view(self.form.kinds[0][0].result)
         return (source,), (target,)
 
     def _parts(
@@ -343,7 +343,7 @@ class ReduceProgram:
             counts = [form.pytree.arrays[place].size for place in places]
         like = as_strided(np.empty(1, reduction.result), (sum(counts),), (0,))
         parts = [like[:count] for count in counts]
-        targets = parts if no_result is None else [_NOWHERE.view(reduction.result)]
+        targets = parts if no_result is None else [_EMPTY.view(reduction.result)]
         vector = self._buffers(reduction, parts, targets)
         if not channel.are_native or not vector.suits_native:
             return None
