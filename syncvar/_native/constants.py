@@ -11,7 +11,7 @@ from pathlib import Path
 
 HEADER = Path(__file__).with_name("constants.h")
 
-FORM = 28  # version of the interface between Python and the extension
+FORM = 29  # version of the interface between Python and the extension
 
 # Of calls and their checks.
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that calls with one fingerprint have different checks
@@ -28,7 +28,8 @@ SLOT_ALIGN_BYTES = 16  # vectors of different dtypes in a slot begin at multiple
 LINE = 64  # bytes of a cache line
 PAGE = 4096  # bytes
 ADDRESS = 1 << 60  # in a location: an address in the owner's process, not a shared-memory offset
-AT_PAGE = 1 << 62  # in the word of an input: the page of the segment at which its cells begin
+AT_PAGE = 1 << 62  # in the source of a copied input: it has the page at which the cells begin
+OFFER_BITS = 3  # of a `BlockOffer`, the lowest bits of a mark
 
 # Of messages and variables.
 PLACES = 8  # long messages of a ring that may be open

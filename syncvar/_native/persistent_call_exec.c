@@ -213,8 +213,8 @@ static uint64_t offset_of(const ChannelState *channel, const char *memory) {
     return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
 }
 
-/* Return whether a published word means a copied input: it has the side and page of its cells, and
- * no offset. */
+/* Return whether the source of a rank means a copied input: it has the side and page of its cells,
+ * and no offset. "The channel protocol" of docs/internals.md explains sources and targets. */
 static int is_copied_input(uint64_t location) { return location < 2 || location & AT_PAGE; }
 
 /* Find the program for the placement that all ranks have published; NULL if it is not known yet. */
@@ -285,7 +285,7 @@ static const Known *find_known_move(const NativeCall *self, uint64_t *sides) {
     for (int rank = 0; rank < channel->size; rank++) {
         const uint64_t mark = seen(channel->words + entry_of(channel, rank) + channel->target_at +
                                    (int)channel->side);
-        sides[rank] = mark >> 3;
+        sides[rank] = mark >> OFFER_BITS;
         all &= mark;
         any |= mark & LOCATED;
     }
@@ -322,7 +322,7 @@ static Result run_long(const NativeCall *self, const Attempt *attempt, long long
     }
     if (self->group_count > self->first_small) put_own(self, (int)channel->side, attempt->input);
     if (self->moves_blocks)
-        publish_call(self, call, check, plain, source << 3 | offer);
+        publish_call(self, call, check, plain, source << OFFER_BITS | offer);
     else
         publish_call(self, call, check, source,
                      self->leaf_count ? 0 : offset_of(channel, output->at));

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar._native.constants import ADDRESS, BlockOffer, MemoryKind, Need
+from syncvar._native.constants import ADDRESS, OFFER_BITS, BlockOffer, MemoryKind, Need
 from syncvar.runtime.arithmetic import Arithmetic
 from syncvar.runtime.instructions import (
     Await,
@@ -77,7 +77,7 @@ _LONE = 128  # the same for a single block: so many times _READ_BYTES
 NO_RESULT: NDArray[Any] = np.empty(0, np.uint8)
 """`Blocks.output` of a rank that gets no result."""
 
-# Published beside the check is a mark: the side of the rank's first cells << 3 | its `BlockOffer`.
+# Published beside the check is a mark: the side of the first cells << OFFER_BITS | `BlockOffer`.
 _READS, _RESIDENT, _LOCATED = map(int, BlockOffer)
 _OFFER = _READS | _RESIDENT | _LOCATED
 
@@ -466,7 +466,7 @@ def _put_blocks(channel: GroupChannel, movement: Movement) -> int:
         code = layout.code(channel, blocks, TransferPath.CELLS)
         open_code(channel, code, layout.arithmetic, movement.arrays, side)
         channel.tail = side
-    return side << 3 | offer
+    return side << OFFER_BITS | offer
 
 
 def slots_of_blocks(channel: GroupChannel, layout: TransferLayout, blocks: Blocks) -> SlotProgram:
@@ -515,7 +515,7 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
         _slots_of(channel, movement).run((movement.arrays,))
         movement.is_done = True
         return
-    sides = tuple([mark >> 3 for mark in marks])
+    sides = tuple([mark >> OFFER_BITS for mark in marks])
     offers = [mark & _OFFER for mark in marks]
     if reduce(and_, offers) & (_READS | _RESIDENT):  # every rank can take every block directly
         code = layout.code(channel, blocks, TransferPath.DIRECT)
