@@ -69,26 +69,26 @@ PyObject *result_of(const NativeCall *self, PyObject *output) {
 
 /* -- construction ------------------------------------------------------------------------------ */
 
-/* learn(sources, into_all, by_owners, last_side, program): add the program for a placement of long
- * vectors. The first one must be for copied inputs. */
-static PyObject *native_call_learn(PyObject *object, PyObject *arguments) {
+/* add_program(sources, into_all, by_owners, last_side, program): add the program for a placement of
+ * long vectors. The first one must be for copied inputs. */
+static PyObject *native_call_add_program(PyObject *object, PyObject *arguments) {
     NativeCall *self = (NativeCall *)object;
-    Known found = {0};
+    Placement found = {0};
     unsigned long long sources;
     if (!PyArg_ParseTuple(arguments, "KppiO!", &sources, &found.into_all, &found.by_owners,
                           &found.last_side, program_type, &found.program))
         return NULL;
     found.sources = sources;
-    int pattern = 0;
-    for (; pattern < PATTERNS && self->known[pattern].program != NULL; pattern++) {
-        const Known *known = &self->known[pattern];
-        if (known->sources == found.sources && known->into_all == found.into_all &&
-            known->by_owners == found.by_owners)
+    int index = 0;
+    for (; index < PLACEMENTS_MAX && self->placements[index].program != NULL; index++) {
+        const Placement *placement = &self->placements[index];
+        if (placement->sources == found.sources && placement->into_all == found.into_all &&
+            placement->by_owners == found.by_owners)
             Py_RETURN_NONE; /* known already: the others came late */
     }
-    if (pattern == PATTERNS) Py_RETURN_NONE; /* others are left to Python */
+    if (index == PLACEMENTS_MAX) Py_RETURN_NONE; /* others are left to Python */
     Py_INCREF((PyObject *)found.program);
-    self->known[pattern] = found;
+    self->placements[index] = found;
     if (found.program->memories > self->memories) self->memories = found.program->memories;
     if (found.program->scratch_bytes > self->scratch_bytes)
         self->scratch_bytes = found.program->scratch_bytes;
@@ -262,15 +262,16 @@ static PyMemberDef native_call_members[] = {
     HOLDS(NativeCall, arithmetic.fold.owner, "_fold"),
     HOLDS(NativeCall, arithmetic.divide.owner, "_divide"),
     HOLDS(NativeCall, apply.owner, "_apply"),
-    HOLDS(NativeCall, known[0].program, "_first"),
-    HOLDS(NativeCall, known[1].program, "_second"),
-    HOLDS(NativeCall, known[2].program, "_third"),
-    HOLDS(NativeCall, known[3].program, "_fourth"),
+    HOLDS(NativeCall, placements[0].program, "_first"),
+    HOLDS(NativeCall, placements[1].program, "_second"),
+    HOLDS(NativeCall, placements[2].program, "_third"),
+    HOLDS(NativeCall, placements[3].program, "_fourth"),
     {NULL},
 };
 
 static PyMethodDef native_call_methods[] = {
-    {"learn", native_call_learn, METH_VARARGS, "Add the program for a placement of long vectors."},
+    {"add_program", native_call_add_program, METH_VARARGS,
+     "Add the program for a placement of long vectors."},
     {"start", native_call_start, METH_VARARGS, "Start the call: (x, out, timeout, site)."},
     {NULL},
 };

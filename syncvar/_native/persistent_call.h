@@ -4,20 +4,20 @@
 #define SYNCVAR_CALLS_H
 #include "native.h"
 
-#define PATTERNS 4
+#define PLACEMENTS_MAX 4
 
 /* A copy from the input to this rank's slot, or from a slot or the input to the result. */
 typedef struct {
     Py_ssize_t from, to, nbytes, rank; /* rank: owner of the slot it reads; -1: the input */
 } Copy;
 
-/* Program for one placement of long vectors. */
+/* Where the long vectors of all ranks are, and the program for it. */
 typedef struct {
     uint64_t sources;        /* bits of the ranks whose input is in shared memory */
     int into_all, by_owners; /* all targets are in shared memory; a target is its own source */
     int last_side;           /* side of the cells that is written last; -1 for none */
     Program *program;
-} Known;
+} Placement;
 
 #define LEAF_NDIM_MAX 8
 
@@ -69,8 +69,9 @@ typedef struct {
     Step apply;
     int is_long, is_everywhere; /* a long vector; all ranks get all of it (else inputs that others
                               read are never overwritten) */
-    Known known[PATTERNS]; /* programs of a long vector by placement; in the first all are copied */
-    int memories;          /* most memories of these programs */
+    Placement placements[PLACEMENTS_MAX]; /* programs of a long vector by placement; in the first
+                                             all are copied */
+    int memories;                         /* most memories of these programs */
     int64_t scratch_bytes;
 } NativeCall;
 

@@ -218,7 +218,8 @@ static uint64_t offset_of(const ChannelState *channel, const char *memory) {
 static int is_copied_input(uint64_t location) { return location < 2 || location & AT_PAGE; }
 
 /* Find the program for the placement that all ranks have published; NULL if it is not known yet. */
-static const Known *find_known(const NativeCall *self, uint64_t *sources, uint64_t *targets) {
+static const Placement *find_placement(const NativeCall *self, uint64_t *sources,
+                                       uint64_t *targets) {
     const ChannelState *channel = self->channel;
     const int side = (int)channel->side;
     uint64_t bits = 0;
@@ -232,11 +233,11 @@ static const Known *find_known(const NativeCall *self, uint64_t *sources, uint64
         by_owners =
             by_owners || (!is_copied_input(sources[rank]) && sources[rank] >> 1 == targets[rank]);
     }
-    for (int pattern = 0; pattern < PATTERNS; pattern++) {
-        const Known *known = &self->known[pattern];
-        if (known->program != NULL && known->sources == bits && known->into_all == into_all &&
-            known->by_owners == by_owners)
-            return known;
+    for (int index = 0; index < PLACEMENTS_MAX; index++) {
+        const Placement *placement = &self->placements[index];
+        if (placement->program != NULL && placement->sources == bits &&
+            placement->into_all == into_all && placement->by_owners == by_owners)
+            return placement;
     }
     return NULL;
 }
@@ -264,7 +265,7 @@ static uint64_t publish_locations(const NativeCall *self, const char *x) {
  * they are written again. This gains nothing for vectors of ranks that share cores. */
 static uint64_t cells_for(const NativeCall *self) {
     ChannelState *channel = self->channel;
-    const Program *program = self->known[0].program;
+    const Program *program = self->placements[0].program;
     int64_t used = 0;
     for (int memory = 0; memory < program->memories; memory++) {
         const Named *named = &program->named[memory];
@@ -278,8 +279,8 @@ static uint64_t cells_for(const NativeCall *self) {
     return side | (uint64_t)(channel->turn / 2) % places * pages << 1;
 }
 
-/* The same as find_known for blocks, which go by cells or are read directly. */
-static const Known *find_known_move(const NativeCall *self, uint64_t *sides) {
+/* The same as find_placement for blocks, which go by cells or are read directly. */
+static const Placement *find_move_placement(const NativeCall *self, uint64_t *sides) {
     const ChannelState *channel = self->channel;
     uint64_t all = READS | RESIDENT, any = 0;
     for (int rank = 0; rank < channel->size; rank++) {
@@ -289,10 +290,10 @@ static const Known *find_known_move(const NativeCall *self, uint64_t *sides) {
         all &= mark;
         any |= mark & LOCATED;
     }
-    const uint64_t pattern = all ? 1 : 0;
-    return (all || !any) && self->known[pattern].sources == pattern &&
-                   self->known[pattern].program != NULL
-               ? &self->known[pattern]
+    const uint64_t index = all ? 1 : 0;
+    return (all || !any) && self->placements[index].sources == index &&
+                   self->placements[index].program != NULL
+               ? &self->placements[index]
                : NULL;
 }
 
@@ -329,15 +330,15 @@ static Result run_long(const NativeCall *self, const Attempt *attempt, long long
     if (!all_agree(self, check, PATIENCE_NS)) return PUBLISHED;
     if (self->group_count > self->first_small)
         finish(self, (int)channel->side, NULL, attempt->output);
-    const Known *known =
-        self->moves_blocks ? find_known_move(self, sources) : find_known(self, sources, targets);
-    if (known == NULL) return PUBLISHED;
-    run->program = known->program; /* the call owns it */
+    const Placement *placement = self->moves_blocks ? find_move_placement(self, sources)
+                                                    : find_placement(self, sources, targets);
+    if (placement == NULL) return PUBLISHED;
+    run->program = placement->program; /* the call owns it */
     if (!bind_vector(run, input, output, arrays, sources, targets, self->moves_blocks))
         return PUBLISHED;
-    if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
-    run->place = known->program->opening;
-    return advance_run(run, known->program->length) == END ? COMPLETED : RUN_SUSPENDED;
+    if (placement->last_side >= 0) channel->tail = (long long)(source & 1) ^ placement->last_side;
+    run->place = placement->program->opening;
+    return advance_run(run, placement->program->length) == END ? COMPLETED : RUN_SUSPENDED;
 }
 
 /* -- continuing in Python ---------------------------------------------------------------------- */
@@ -430,7 +431,7 @@ static Result set_up(NativeCall *self, Attempt *attempt) {
         PyObject *kept = PyTuple_Pack(2, attempt->input,
                                       attempt->output); /* the run may outlive this function */
         attempt->run = kept == NULL ? NULL
-                                    : new_run(self->known[0].program, self->channel, kept, 0,
+                                    : new_run(self->placements[0].program, self->channel, kept, 0,
                                               memories, scratch_bytes);
         Py_XDECREF(kept);
         if (attempt->run == NULL) return FAILED;

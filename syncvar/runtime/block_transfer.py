@@ -447,7 +447,7 @@ def add_native_programs(
         if program is None:
             return False
         last_side = -1 if code.last_side is None else code.last_side
-        native.learn(pattern, into_all, by_owners, last_side, program)
+        native.add_program(pattern, into_all, by_owners, last_side, program)
     return True
 
 

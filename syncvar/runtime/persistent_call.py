@@ -74,7 +74,8 @@ class SharedProgram(Protocol):
     def resume(self, check: int, arrays: Any, suspended: Any, native: Any) -> Iterator[int]:
         """Return the rest of a call that the C extension has published.
 
-        `suspended` is its run of the program, if it has begun one. `native` learns the placement.
+        `suspended` is its run of the program, if it has begun one. `native` gets the program of its
+        placement.
         """
 
 

@@ -295,7 +295,7 @@ def add_native_program(
     sources = sum(1 << rank for rank in places.sources)
     last_side, program = code.last_side, native_of(code, vector.arithmetic)
     last_side = -1 if last_side is None else last_side
-    native.learn(sources, places.into_all, places.by_owners, last_side, program)
+    native.add_program(sources, places.into_all, places.by_owners, last_side, program)
 
 
 def _write_first(channel: GroupChannel, vector: ReduceBuffers, side: int) -> None:
