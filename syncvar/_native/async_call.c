@@ -67,8 +67,8 @@ static int wait_async_call(const AsyncCall *self) {
     return 1;
 }
 
-/* Start a call through the slots. Return its `Work`, or None to fall back. The
- * input is copied now. */
+/* Start a call through the slots. Return its `Work`, or None to fall back. The input is copied now.
+ */
 static PyObject *start_small(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
                              PyObject *site, PyObject *instruction) {
     ChannelState *channel = self->channel;
@@ -127,8 +127,7 @@ given_up:
     return work;
 }
 
-/* Start a call, in Python if it is long or unusual. Return its `Work`, or None to
- * fall back. */
+/* Start a call, in Python if it is long or unusual. Return its `Work`, or None to fall back. */
 PyObject *start_call(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
                      PyObject *site, PyObject *instruction) {
     PyObject *work =

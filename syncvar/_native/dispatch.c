@@ -93,8 +93,8 @@ static NativeCall *find_call(CallDispatch *self, PyObject *group, PyObject *op, 
     return found;
 }
 
-/* Start a persistent call; None to fall back. The call site becomes text only
- * when needed. If it is in this package, the Python function has to find the user's frame. */
+/* Start a persistent call; None to fall back. The call site becomes text only when needed. If it is
+ * in this package, the Python function has to find the user's frame. */
 static PyObject *start_remembered(CallDispatch *self, NativeCall *call, PyObject *array,
                                   PyObject *out, PyObject *timeout) {
     PyFrameObject *frame = PyEval_GetFrame();

@@ -32,35 +32,14 @@
 /* -- objects ----------------------------------------------------------------------------------- */
 
 /* Names of attributes and arguments. */
-#define NAMES(X)                                                                                   \
-    X(_beneath)                                                                                    \
-    X(_communicator)                                                                               \
-    X(_ground)                                                                                     \
-    X(_references)                                                                                 \
-    X(_shown)                                                                                      \
-    X(acquire)                                                                                     \
-    X(continue_async)                                                                              \
-    X(start)                                                                                       \
-    X(continue_in_engine)                                                                          \
-    X(copy)                                                                                        \
-    X(fingerprint)                                                                                 \
-    X(info_of)                                                                                     \
-    X(interrupt)                                                                                   \
-    X(request_of_published)                                                                        \
-    X(append)                                                                                      \
-    X(array)                                                                                       \
-    X(async_op)                                                                                    \
-    X(channel)                                                                                     \
-    X(co_filename)                                                                                 \
-    X(default)                                                                                     \
-    X(engine)                                                                                      \
-    X(f_lasti)                                                                                     \
-    X(group)                                                                                       \
-    X(is_alert)                                                                                    \
-    X(is_bound)                                                                                    \
-    X(locked)                                                                                      \
-    X(out)                                                                                         \
-    X(persistent_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
+/* clang-format off */
+#define NAMES(X) \
+    X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) \
+    X(array) X(async_op) X(channel) X(co_filename) X(continue_async) X(continue_in_engine) \
+    X(copy) X(default) X(engine) X(f_lasti) X(fingerprint) X(group) X(info_of) X(interrupt) \
+    X(is_alert) X(is_bound) X(locked) X(out) X(persistent_calls) X(release) X(remove) \
+    X(request_of_published) X(stack) X(start) X(tag) X(timeout) X(uneven) X(view) X(world)
+/* clang-format on */
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
@@ -86,17 +65,12 @@ int intern_names(void);
         "syncvar._native.native." #NAME, sizeof(NAME),        0,                                   \
         Py_TPFLAGS_DEFAULT | (FLAGS),    PREFIX##_type_slots,                                      \
     };
-#define TYPES(X)                                                                                   \
-    X(admission_state)                                                                             \
-    X(communicator_state)                                                                          \
-    X(variable_counters)                                                                           \
-    X(check_gate)                                                                                  \
-    X(copy_guard)                                                                                  \
-    X(channel_state)                                                                               \
-    X(program)                                                                                     \
-    X(run)                                                                                         \
-    X(native_call)                                                                                 \
-    X(async_call) X(call_dispatch) X(write) X(look) X(read) X(group) X(end) X(message_dispatch)
+/* clang-format off */
+#define TYPES(X) \
+    X(admission_state) X(communicator_state) X(variable_counters) X(check_gate) X(copy_guard) \
+    X(channel_state) X(program) X(run) X(native_call) X(async_call) X(call_dispatch) X(write) \
+    X(look) X(read) X(group) X(end) X(message_dispatch)
+/* clang-format on */
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;

@@ -55,10 +55,9 @@ typedef struct {
     Leaf *leaves;   /* arrays whose concatenation is the input, and the result */
     int leaf_count; /* 0: one array */
     DtypeGroup groups[DTYPES_MAX];
-    int group_count,
-        first_small; /* first_small: first group in slots; 1 if group 0 is a long vector */
-    int span_count;  /* arrays of the long vector */
-    char *room;      /* scratch memory for combining small arrays */
+    int group_count, first_small; /* first_small: first group in slots; 1 after a long vector */
+    int span_count;               /* arrays of the long vector */
+    char *room;                   /* scratch memory for combining small arrays */
     PyObject *kept_values, *kept_leaves, *kept_room, *kept_groups;
     int parts; /* the caller gets a list of so many parts of the result; 0: the result itself */
     uint64_t fingerprint, detail;

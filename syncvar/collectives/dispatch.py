@@ -64,12 +64,7 @@ def native_dispatch(**options: Any) -> Callable[[Function], Function]:
 
     The keywords are those of `syncvar._native.call_dispatch`.
     """
-
-    def decorated(function: Function) -> Function:
-        call: Function = dispatch_calls(function, **options)
-        return call
-
-    return decorated
+    return partial(dispatch_calls, **options)
 
 
 def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; hot path)
