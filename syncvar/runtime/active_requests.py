@@ -211,6 +211,7 @@ class StartedCalls:
             description=request.label,
             site=call_site(request.thread),
             awaiting=list(request.awaiting),
+            alternatives=list(request.alternatives),
             waited_s=now - request.started,
             mismatch=request.mismatch,
             has_active_threads=request.thread == 0
