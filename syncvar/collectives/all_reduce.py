@@ -153,7 +153,7 @@ class AllReduceCall(ReductionCall):
             targets = list(map(partial(_output_for, communicator), arrays, reducers, targets))
         self._arrays, self._reducers, self._targets = arrays, reducers, targets
         are_same = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
-        super().__init__(communicator, spec, is_entered=are_same)
+        super().__init__(communicator, spec, is_dispatched=are_same)
 
     def stages(self) -> Generator[Stage, None, Any]:
         """Return the stages, which end with the results."""

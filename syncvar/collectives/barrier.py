@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
+from syncvar.collectives.dispatch import Persistable, make_call, native_dispatch, never_persistent
 from syncvar.collectives.stage_builders import MeetingCall
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.persistent_reduce import prepare_barrier
+from syncvar.runtime.persistent_reduce import persist_barrier
 
 if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
 
 _NOTHING = np.empty(0, np.uint8)
 
 
-@native_dispatch(nothing=_NOTHING, positions=0)
+@native_dispatch(no_input=_NOTHING, positions=0)
 def barrier(
     *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
 ) -> Any:
@@ -45,7 +46,7 @@ def barrier(
     return None if isinstance(work, np.ndarray) else work
 
 
-class _BarrierCall(MeetingCall, Cacheable):
+class _BarrierCall(MeetingCall, Persistable):
     """A barrier."""
 
     def __init__(self, communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> None:
@@ -55,7 +56,19 @@ class _BarrierCall(MeetingCall, Cacheable):
     def form_of(_communicator: Communicator, x: Any, _out: None, _rest: Any) -> Any:
         return x
 
-    def prepared(self, _like: Any) -> PreparedCall | None:
+    def persistent(self, _like: Any) -> Persistent | None:
         if self.communicator.forced("barrier") is None:
-            return prepare_barrier(self.communicator, self.spec)
-        return uncacheable
+            return persist_barrier(self.communicator, self.spec)
+        return never_persistent
+
+
+register(
+    Collective(
+        (barrier,),
+        CollectiveKind.WAIT,
+        gives="nothing",
+        gets="None, after all ranks have entered",
+        cost="a look at each rank's word; over links ceil(log2 n) rounds of empty frames",
+        arguments=lambda *_: (),
+    ),
+)

@@ -1,7 +1,7 @@
 """Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
 `make_call` runs the persistent call of a repeated call. On the first call it builds one from the
-request of the call, if that is `Cacheable`. Every other call runs its request.
+request of the call, if that is `Persistable`. Every other call runs its request.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from syncvar._native import recall, remember
 from syncvar._native.constants import NUMBERS_MAX
-from syncvar.bootstrap.process import entered_natively
+from syncvar.bootstrap.process import dispatch_calls
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.migration_hints import unexpected_keyword
-from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.block_transfer import NO_RESULT
 from syncvar.runtime.call_record import own_site
 from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.work import is_seconds
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _NUMBERS = frozenset((float, int, bool, complex))
 
 
-class Cacheable(CheckedCall):
+class Persistable(CheckedCall):
     """A checked call for whose repetitions a persistent call can be built."""
 
-    is_entered = True
+    is_dispatched = True
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
     @staticmethod
@@ -46,23 +46,23 @@ class Cacheable(CheckedCall):
         """Return a persistent call's input, which has a dtype and a shape; None if it has none."""
         return None
 
-    def prepared(self, like: Any) -> PreparedCall | None:
-        """Return a persistent call for inputs like `like`, or None, or `uncacheable`."""
+    def persistent(self, like: Any) -> Persistent | None:
+        """Return a persistent call for inputs like `like`, or None, or `never_persistent`."""
         raise NotImplementedError
 
 
-def uncacheable(*_: Any) -> None:
+def never_persistent(*_: Any) -> None:
     """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
 def native_dispatch(**options: Any) -> Callable[[Function], Function]:
     """Return a decorator that lets the C extension make persistent calls of a public function.
 
-    The keywords are those of `syncvar._native.entrance`.
+    The keywords are those of `syncvar._native.call_dispatch`.
     """
 
     def decorated(function: Function) -> Function:
-        call: Function = entered_natively(function, **options)
+        call: Function = dispatch_calls(function, **options)
         return call
 
     return decorated
@@ -83,7 +83,7 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
 
     Args:
         public: The public function.
-        make: The subclass of `Cacheable`. It takes (communicator, x, out, *rest, keep=...) and
+        make: The subclass of `Persistable`. It takes (communicator, x, out, *rest, keep=...) and
             checks the arguments; `keep` copies the input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
@@ -96,20 +96,20 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
         form = make.form_of(communicator, x, out, rest)
         if form is not None:
             key = key_of((make, rest), form)
-            ready: Any = communicator.prepared_calls.get(key)
-            if ready is None:
+            persistent: Any = communicator.persistent_calls.get(key)
+            if persistent is None:
                 check = partial(make, communicator, x, out, *rest, keep=False)
-                ready = _prepare(communicator, key, form, check, public, rest)
+                persistent = _persist(communicator, key, form, check, public, rest)
             else:
-                recall(public, ready)
-            if ready is not None:
+                recall(public, persistent)
+            if persistent is not None:
                 result: Any = None
                 if not async_op:
-                    result = ready(form, out, None, timeout)
-                elif ready is not uncacheable:
-                    result = ready.begin(form, out, timeout, own_site())
+                    result = persistent(form, out, None, timeout)
+                elif persistent is not never_persistent:
+                    result = persistent.start(form, out, timeout, own_site())
                 if result is not None:  # None: nothing was done, so the slow path follows
-                    return None if result is NOTHING else result
+                    return None if result is NO_RESULT else result
     if is_foreign(x, out):
         options = {"group": group, "async_op": async_op, "timeout": timeout, "rest": rest}
         again = partial(make_call, public, make, out=None, foreign={}, **options)
@@ -124,7 +124,7 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     form: Any,
     out: Any,
     timeout: float | None,
-    check: Callable[[], Cacheable],
+    check: Callable[[], Persistable],
     spec: CollectiveSpec | None = None,
     *,
     public: Any = None,
@@ -132,19 +132,20 @@ def call_persistent(  # noqa: PLR0913  (hot path)
 ) -> Any:
     """Make a call by its persistent call; return None, having done nothing, if there is none.
 
-    `check` checks the arguments and returns the request, from which the persistent call is built.
-    `spec` describes this call; None: the spec of the request does. From now on the C dispatch of
-    `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
+    `check` checks the arguments and returns the checked call, from which the persistent one is
+    built. `spec` describes this call; None: the spec of the checked call does. From now on the C
+    dispatch of `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for
+    `make_call`.
     """
     whole_key = key_of(key, form)
-    ready = communicator.prepared_calls.get(whole_key)
-    if ready is None:
-        ready = _prepare(communicator, whole_key, form, check, public, rest)
+    persistent = communicator.persistent_calls.get(whole_key)
+    if persistent is None:
+        persistent = _persist(communicator, whole_key, form, check, public, rest)
     elif public is not None:
-        recall(public, ready)
-    if ready is None or not (timeout is None or is_seconds(timeout)):
+        recall(public, persistent)
+    if persistent is None or not (timeout is None or is_seconds(timeout)):
         return None
-    return ready(form, out, spec, timeout)
+    return persistent(form, out, spec, timeout)
 
 
 def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
@@ -155,26 +156,26 @@ def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
     return (*key, form.dtype, form.shape)
 
 
-def _prepare(
+def _persist(
     communicator: Communicator,
     key: tuple[Hashable, ...],
     form: Any,
-    check: Callable[[], Cacheable],
+    check: Callable[[], Persistable],
     public: Any,
     rest: tuple[Any, ...],
-) -> PreparedCall | None:
+) -> Persistent | None:
     """Build the persistent call of a key, and show it to the C dispatch of the public function."""
-    if not communicator.prepares or not communicator.is_shared:
+    if not communicator.keeps_persistent or not communicator.is_shared:
         return None
     try:
-        request = check()
-        call = communicator.keep_prepared(key, request.prepared(form))
+        checked = check()
+        call = communicator.keep_persistent(key, checked.persistent(form))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
     # C looks at the first of `rest` only, so all others must have their default.
-    if public is not None and request.is_entered and not any(rest[1:]):
-        remember(public, rest[0] if rest else None, call, communicator.prepared_calls)
+    if public is not None and checked.is_dispatched and not any(rest[1:]):
+        remember(public, rest[0] if rest else None, call, communicator.persistent_calls)
     return call
 
 

@@ -22,7 +22,7 @@ from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record
-from syncvar.runtime.block_transfer import NOTHING, Blocks, TransferLayout
+from syncvar.runtime.block_transfer import NO_RESULT, Blocks, TransferLayout
 from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def gathered_blocks(
     """Return the arrays of such a call; a root publishes nothing, the other ranks get nothing."""
     outgoing = () if rank == root else (array,)
     if root not in (None, rank):
-        return Blocks(NOTHING, outgoing)
+        return Blocks(NO_RESULT, outgoing)
     shape = (size * array.shape[0], *array.shape[1:])
     output = result_buffer(out, shape, array.dtype, array)
     parts = even_parts(output, size)

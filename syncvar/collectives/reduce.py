@@ -130,11 +130,11 @@ class _ReduceCall(ReductionCall):
                 self._reducers[0].name if parts else "",
                 root,
                 structure=structure,
-                options=tuple(part.digest for _, part in parts),
+                options=tuple(part.fingerprint for _, part in parts),
                 shown=(op, f"{len(arrays)} arrays", f"root {root}"),
             )
-        is_entered = structure is None and arrays[0].dtype == self._reducers[0].result
-        super().__init__(communicator, spec, is_entered=is_entered)
+        is_dispatched = structure is None and arrays[0].dtype == self._reducers[0].result
+        super().__init__(communicator, spec, is_dispatched=is_dispatched)
 
     def stages(self) -> Generator[Stage, None, Any]:
         communicator, root, left = self.communicator, self._root, []
@@ -245,7 +245,7 @@ class _ScanCall(ReductionCall):
         check_finite(array, self.name)
         options = ReduceOptions(algorithm=algorithm)
         reducer, spec = describe_reduction(array, op, self.name, options)
-        super().__init__(communicator, spec, is_entered=array.dtype == reducer.result)
+        super().__init__(communicator, spec, is_dispatched=array.dtype == reducer.result)
         is_exscan = self.name == "exscan"
         self._neutral = identity(reducer) if is_exscan else None  # raises if there is none
         self._count = communicator.member_rank + (not is_exscan)  # inputs that are combined

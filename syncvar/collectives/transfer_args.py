@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, plain_form, uncacheable
+from syncvar.collectives.dispatch import Persistable, never_persistent, plain_form
 from syncvar.core.array_arguments import deliver
 from syncvar.core.errors import InternalError
-from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
+from syncvar.runtime.block_transfer import NO_RESULT, Blocks, Movement, TransferLayout
 from syncvar.runtime.collective_spec import fingerprint
-from syncvar.runtime.persistent_transfer import prepare_move
+from syncvar.runtime.persistent_transfer import persist_move
 from syncvar.runtime.planner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
 
-UNMOVED = TransferLayout(0, NOTHING.dtype)
+UNMOVED = TransferLayout(0, NO_RESULT.dtype)
 """Layout of an input that cannot be moved as blocks of one shape: no rank moves any block then."""
 
 
@@ -33,7 +33,7 @@ def moves(communicator: Communicator, collective: str, algorithm: str | None = N
     return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
 
 
-class TransferCall(Cacheable):
+class TransferCall(Persistable):
     """A checked call that moves blocks. A subclass is one collective.
 
     Args:
@@ -73,7 +73,7 @@ class TransferCall(Cacheable):
     def bind(self, x: NDArray[Any], out: Any) -> Blocks | None:
         """Return the arrays of a persistent call, or None if `out` does not serve."""
         blocks = self.blocks_of(self.parts_of(x), out)
-        is_fit = out is None or blocks.output is out or blocks.output is NOTHING
+        is_fit = out is None or blocks.output is out or blocks.output is NO_RESULT
         return blocks if is_fit else None
 
     def finish(self, output: Any) -> Any:
@@ -96,20 +96,20 @@ class TransferCall(Cacheable):
         if layout is not None:
             blocks = None if layout is UNMOVED else self.arrange()
             movement = (
-                Movement(UNMOVED, Blocks(NOTHING)) if blocks is None else Movement(layout, blocks)
+                Movement(UNMOVED, Blocks(NO_RESULT)) if blocks is None else Movement(layout, blocks)
             )
-            yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
+            yield Stage(SIDE_BY_SIDE, NO_RESULT, movement=movement)
             if movement.is_done:
                 return self.finish(movement.blocks.output)
         return (yield from self.slow_path())
 
-    def prepared(self, like: NDArray[Any]) -> PreparedCall | None:
-        """Build the persistent call of such calls; see `Cacheable`."""
+    def persistent(self, like: NDArray[Any]) -> Persistent | None:
+        """Build the persistent call of such calls; see `Persistable`."""
         if self.layout is None or not like.dtype.isnative:
-            return uncacheable
+            return never_persistent
         self.inputs, self.out = [], None  # the persistent call keeps this object
         paths = self.bind, self.slow_path_of
-        return prepare_move(self.communicator, self.spec, self.layout, *paths, like)
+        return persist_move(self.communicator, self.spec, self.layout, *paths, like)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:

@@ -26,7 +26,7 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.replica_call import ReplicaAccess, request_of
+from syncvar.variables.replica_call import ReplicaAccess, checked_call
 from syncvar.variables.values import check_rows, operand_array
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_owner import current_owner
@@ -163,7 +163,7 @@ def strategy_of_pairs(pairs: Any) -> tuple[VariableOwner, bool]:
     return owner, any(not is_replica_local(one) for one in found)
 
 
-def combining_request(
+def combining_call(
     owner: VariableOwner, plan: BucketPlan, op: str, spec: CollectiveSpec, *, weighted: bool
 ) -> CheckedCall:
     """Return the request that combines the gradients of all replicas in place, or compares them."""
@@ -173,7 +173,7 @@ def combining_request(
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
         same = ReplicaAccess(_SAME, communicator, spec.label, _HINT, reproducible=False)
-        call = request_of(same, together)
+        call = checked_call(same, together)
     else:
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
@@ -184,13 +184,13 @@ def combining_request(
     return call
 
 
-def combine_cached(
+def combine_persistent(
     owner: VariableOwner, plan: BucketPlan, op: str, spec: CollectiveSpec, *, weighted: bool
 ) -> bool:
-    """Combine the gradients by a cached call; False if there is none, and nothing was done.
+    """Combine the gradients by a persistent call; False if there is none, and nothing was done.
 
     The description changes from step to step, because it holds the step and the learning rate. The
-    arguments are those of `combining_request`.
+    arguments are those of `combining_call`.
     """
     if not op or len(plan.shared) != 1:
         return False

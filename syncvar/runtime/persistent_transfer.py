@@ -9,7 +9,7 @@ import numpy as np
 
 from syncvar.core.errors import InternalError
 from syncvar.runtime.block_transfer import (
-    NOTHING,
+    NO_RESULT,
     Movement,
     add_native_programs,
     move_published,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.program_runner import SlotProgram
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     SlowPath = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
 
 
-def prepare_move(
+def persist_move(
     communicator: Communicator,
     spec: CollectiveSpec,
     layout: TransferLayout,
     front: Front,
     slow_path: SlowPath,
     example: NDArray[Any],
-) -> PreparedCall | None:
+) -> Persistent | None:
     """Build the persistent call of transfers, or return None if there is none.
 
     Args:
@@ -150,7 +150,7 @@ class MoveProgram:
 
     # -- the C extension ---------------------------------------------------------------------------
 
-    def build_native(self, call: PersistentCall, example: NDArray[Any]) -> PreparedCall | None:
+    def build_native(self, call: PersistentCall, example: NDArray[Any]) -> Persistent | None:
         """Return such calls in C, or None; an example call shows the offsets of all blocks."""
         layout = self.layout
         x, folds = np.empty(example.shape, example.dtype), layout.ufunc is not None
@@ -161,8 +161,8 @@ class MoveProgram:
             or not blocks.output.flags.c_contiguous
         ):
             return None
-        output, takes_nothing = blocks.output, blocks.output is NOTHING
-        is_plain = x.dtype == layout.dtype and (takes_nothing or output.dtype == layout.dtype)
+        output, has_no_result = blocks.output, blocks.output is NO_RESULT
+        is_plain = x.dtype == layout.dtype and (has_no_result or output.dtype == layout.dtype)
         keeps = blocks.own is not None and (folds or blocks.own_target is not None)
         own, own_target = [blocks.own] * keeps, [blocks.own_target] * (keeps and not folds)
         sources = [_offset(block, x) for block in (*blocks.outgoing, *own)]
@@ -174,9 +174,9 @@ class MoveProgram:
             (x.dtype, x.shape),
             (output.dtype, output.shape),
             detail=layout.detail or 0,
-            publishes_check=True,
+            moves_blocks=True,
             parts=blocks.parts,
-            nothing=NOTHING if takes_nothing else None,
+            no_result=NO_RESULT if has_no_result else None,
         )
         starts = sources, targets
         if self.is_small:
@@ -185,12 +185,12 @@ class MoveProgram:
 
     def _build_long(
         self, spec: NativeCallSpec, blocks: Blocks, starts: tuple[list[int], list[int]]
-    ) -> PreparedCall | None:
+    ) -> Persistent | None:
         layout, channel = self.layout, self.channel
         if not channel.are_native:
             return None
         outgoing = starts[0][: len(blocks.outgoing)]
-        native: PreparedCall | None = replace(
+        native: Persistent | None = replace(
             spec,
             puts=[(start, 0, 0, channel.rank) for start in outgoing],
             is_long=True,
@@ -210,7 +210,7 @@ class MoveProgram:
         starts: tuple[list[int], list[int]],
         *,
         keeps: bool,
-    ) -> PreparedCall | None:
+    ) -> Persistent | None:
         layout, rank, folds = self.layout, self.channel.rank, self.layout.ufunc is not None
         sources, targets = starts
         nbytes = layout.elements * layout.dtype.itemsize
@@ -221,7 +221,7 @@ class MoveProgram:
             for (peer, place), target in zip(layout.takes, outputs, strict=True)
         ]
         own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
-        native: PreparedCall | None = replace(
+        native: Persistent | None = replace(
             spec,
             arithmetic=layout.arithmetic.native if folds else None,
             puts=[(start, place * nbytes, nbytes, rank) for place, start in outgoing],

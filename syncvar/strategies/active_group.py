@@ -65,7 +65,7 @@ class ActiveGroup:
         channel = self.communicator.channel
         if channel is not None:
             channel.is_settled = (
-                False  # so cached calls take the slow path, which calls `agree_on_members`
+                False  # so persistent calls take the slow path, which calls `agree_on_members`
             )
         self._home = self._beside("calls")
         self._become(self._home)
@@ -129,7 +129,7 @@ class ActiveGroup:
         check = partial(agreement_call, membership, _MEMBERSHIP, "or", spec, bits)
         work: Work = membership.perform(_MEMBERSHIP, check, timeout, async_op=True)
         # It may wait long, and the call at the end of the block names the ranks that are missing.
-        work._operation.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
+        work._request.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
         return work
 
     def abort_step(self, error: BaseException) -> None:
@@ -179,7 +179,7 @@ class ActiveGroup:
                 self._block.end(LEFT + cause, cause)
 
     def _become(self, communicator: Communicator) -> None:
-        communicator.prepares = False
+        communicator.keeps_persistent = False
         communicator.whole, communicator.uneven = self.whole, self
         self.communicator.become(communicator)
 

@@ -31,7 +31,7 @@ from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.communicator import CheckedCall
-from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
+from syncvar.runtime.persistent_reduce import ReduceForm, persist_reduction
 from syncvar.runtime.shm_reduce import is_direct
 from syncvar.variables.create import VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, Action, CallContext, Effect, Travel
@@ -310,7 +310,7 @@ class FlatBucket:
         rule = reduction_of(staging, op)
         is_small = is_direct(staging.size * rule.accumulate.itemsize, communicator.size)
         form = ReduceForm([(rule, [0])], staging.shape, is_small, apply=ufunc)
-        self._call = prepare_reduction(communicator, form, self._spec)
+        self._call = persist_reduction(communicator, form, self._spec)
 
     @staticmethod
     def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:
@@ -340,7 +340,7 @@ class FlatBucket:
         return first.memory((count,), first.array.dtype)
 
     def write(self, pairs: Any) -> bool:
-        """Make a cached write; False if nothing was done, and the policy table has to make it."""
+        """Make a persistent write; False if nothing was done: the policy table makes it."""
         owner, call = self._owner, self._call
         stack, registry = owner.places.stack, owner.registry
         if stack:

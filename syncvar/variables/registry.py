@@ -302,7 +302,7 @@ class VariableRegistry(CheckGate):
         self._due = {entry.number for entry in self._schedule.due_at(self.runs, check_every)}
         self._compared.clear()
         if self._due:
-            self.until = _AT_ONCE  # cached writes have to be checked as well
+            self.until = _AT_ONCE  # persistent writes have to be checked as well
         self.is_free = self._is_paused or not self._due
         self._next_due = self._schedule.next_after(self.runs, check_every) if not self._due else 0
 
@@ -311,7 +311,7 @@ class VariableRegistry(CheckGate):
         self._is_running, self.is_free = False, self._is_paused
 
     def is_due(self, tally: VariableCounters) -> bool:
-        """Return whether `before_write` has to be called; cached writes skip this up to `until`."""
+        """Return whether to call `before_write`; persistent writes skip this up to `until`."""
         if self._is_paused or self._is_running:
             return not self._is_paused
         step = tally.steps + 1

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_state import VariableState
 
-# Limit of cached calls of a group: with a large model each new one would evict another.
+# Limit of persistent calls of a group: with a large model each new one would evict another.
 _ALIKE_MAX = 256
 
 
@@ -48,7 +48,7 @@ class ReplicaAccess(NamedTuple):
     reproducible: bool
 
 
-def request_of(
+def checked_call(
     access: ReplicaAccess,
     x: NDArray[Any],
     *,
@@ -87,7 +87,7 @@ class RowsCall(CheckedCall):
             self._first = BroadcastCall(communicator, mine, root=root, name=label)
         elif self._is_same:
             joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in self._rows])
-            self._first = request_of(access, joined)
+            self._first = checked_call(access, joined)
         else:
             raise InternalError(f"{label}: no request carries {travel}")
         self._second = None
@@ -141,14 +141,14 @@ def _same_label(spec: CollectiveSpec) -> str:
 
 
 def is_compared_first(communicator: Communicator) -> bool:
-    """Return whether a cached call first compares digests of inputs that must be equal."""
+    """Return whether a persistent call first compares digests of inputs that must be equal."""
     return moves(communicator, "all_gather")
 
 
 class _EqualityCall(TransferCall):
     """A call whose result is whether all replicas have the same input.
 
-    A cached call can make it. If the inputs differ, another call has to exchange them.
+    A persistent call can make it. If the inputs differ, another call has to exchange them.
     """
 
     def __init__(self, communicator: Communicator, x: NDArray[Any], label: str) -> None:
@@ -166,9 +166,9 @@ class _EqualityCall(TransferCall):
 def are_equal(
     communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
-    """Return the result of `_EqualityCall` by a cached call; None if nothing was done."""
+    """Return the result of `_EqualityCall` by a persistent call; None if nothing was done."""
     key, digest = ("alike", label), np.array([digest_of(x)], np.uint64)
-    known = communicator.prepared_calls
+    known = communicator.persistent_calls
     if key_of(key, digest) not in known and len(known) >= _ALIKE_MAX:
         return None
     check = partial(_EqualityCall, communicator, x, label)

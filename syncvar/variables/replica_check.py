@@ -141,8 +141,8 @@ def compare(
     most, least = agree(communicator, _COMPARISON, "max", sides, owner.timeout, spec).tolist()
     if most != least ^ _MASK:
         label += ", part by part"
-        request = partial(_MismatchSearch, communicator, label, pairs, digests)
-        found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
+        checked = partial(_MismatchSearch, communicator, label, pairs, digests)
+        found: ReplicaMismatch = communicator.perform(label, checked, owner.timeout)
         for entry, _ in pairs:
             entry.is_reported = entry is found.entry or entry.name in found.others
         raise _mismatch_error(communicator, found, now)

@@ -47,7 +47,7 @@ def test_memory_that_is_freed_is_used_again(launch):
 
 
 def test_a_cached_call_keeps_no_array_of_the_program():
-    """The cached call keeps the object of the first call, which has had the arrays."""
+    """The persistent call keeps the object of the first call, which has had the arrays."""
 
     def fn():
         gone = []
