@@ -24,7 +24,6 @@ Before a call of `sv` itself, wait for the results of compiled functions, for ex
 
 from __future__ import annotations
 
-
 try:
     import jax as _jax  # noqa: F401
 except ImportError as error:

@@ -20,6 +20,7 @@ from syncvar.jax.jax_primitives import (
     SEND,
     SENDRECV,
     SUM_GRADIENTS,
+    CallOptions,
     size_of,
 )
 
@@ -32,9 +33,9 @@ _PAIRS = ("minloc", "maxloc")
 def all_reduce(x: Any, op: str = "sum", *, group: Group | None = None) -> Any:
     """Combine the values of all ranks and give every rank the result, inside programs of JAX.
 
-    The derivative of a sum or mean treats the result as one value that all ranks share: the
-    tangents are summed, and the cotangent goes back unchanged (for a mean, divided by the number of
-    ranks). So `jax.grad` of `all_reduce(loss)` is this rank's part of the gradient.
+    The derivative of a sum or mean treats the result as one value that all ranks share. Tangents
+    are combined as values are. A cotangent goes back unchanged; for a mean, divided by the number
+    of ranks. So `jax.grad` of `all_reduce(loss)` is this rank's part of the gradient.
 
     Args:
         x: Array, or pytree of arrays, of one shape and dtype on all ranks. Integers become floats
@@ -65,7 +66,7 @@ def all_reduce(x: Any, op: str = "sum", *, group: Group | None = None) -> Any:
     if name == "mean":
         arrays = [_as_inexact(one) for one in arrays]
     if arrays:
-        arrays = ALL_REDUCE.bind(*arrays, op=name, group=group)
+        arrays = ALL_REDUCE.bind(*arrays, options=CallOptions(group, name))
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -95,7 +96,7 @@ def sum_gradients(x: Any, *, group: Group | None = None) -> Any:
     leaves, structure = jax.tree.flatten(x)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     if arrays:
-        arrays = SUM_GRADIENTS.bind(*arrays, group=group)
+        arrays = SUM_GRADIENTS.bind(*arrays, options=CallOptions(group))
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -122,7 +123,7 @@ def broadcast(x: Any, root: int = 0, *, group: Group | None = None) -> Any:
     leaves, structure = jax.tree.flatten(x)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     if arrays:
-        arrays = BROADCAST.bind(*arrays, root=root, group=group)
+        arrays = BROADCAST.bind(*arrays, options=CallOptions(group, root=root))
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -149,7 +150,8 @@ def all_gather(x: Any, *, axis: int = 0, group: Group | None = None) -> Any:
         Array([0, 1, 2], dtype=int32)
     """
     array = jnp.atleast_1d(jnp.asarray(x))
-    return ALL_GATHER.bind(array, axis=_checked_axis(axis, array), group=group)[0]
+    options = CallOptions(group, axis=_checked_axis(axis, array))
+    return ALL_GATHER.bind(array, options=options)[0]
 
 
 def reduce_scatter(x: Any, op: str = "sum", *, axis: int = 0, group: Group | None = None) -> Any:
@@ -181,7 +183,7 @@ def reduce_scatter(x: Any, op: str = "sum", *, axis: int = 0, group: Group | Non
     if name == "mean":
         array = _as_inexact(array)
     place = _divisible_axis("reduce_scatter", axis, array, group)
-    return REDUCE_SCATTER.bind(array, op=name, axis=place, group=group)[0]
+    return REDUCE_SCATTER.bind(array, options=CallOptions(group, name, place))[0]
 
 
 def all_to_all(x: Any, *, axis: int = 0, group: Group | None = None) -> Any:
@@ -210,7 +212,7 @@ def all_to_all(x: Any, *, axis: int = 0, group: Group | None = None) -> Any:
     """
     array = jnp.asarray(x)
     place = _divisible_axis("all_to_all", axis, array, group)
-    return ALL_TO_ALL.bind(array, axis=place, group=group)[0]
+    return ALL_TO_ALL.bind(array, options=CallOptions(group, axis=place))[0]
 
 
 def send(x: Any, dest: int, *, tag: int = 0, group: Group | None = None) -> None:
@@ -238,7 +240,8 @@ def send(x: Any, dest: int, *, tag: int = 0, group: Group | None = None) -> None
         >>> jax.jit(to_myself)(jnp.ones(2))
         Array([1., 1.], dtype=float32)
     """
-    SEND.bind(jnp.asarray(x), dest=_checked_rank("dest", dest, group), tag=int(tag), group=group)
+    options = CallOptions(group, dest=_checked_rank("dest", dest, group), tag=int(tag))
+    SEND.bind(jnp.asarray(x), options=options)
 
 
 def recv(like: Any, source: int, *, tag: int = 0, group: Group | None = None) -> Any:
@@ -265,8 +268,8 @@ def recv(like: Any, source: int, *, tag: int = 0, group: Group | None = None) ->
         >>> svj.recv(jax.ShapeDtypeStruct((2,), "float32"), 0)
         Array([1., 1.], dtype=float32)
     """
-    source = _checked_rank("source", source, group)
-    return RECV.bind(_template(like), source=source, tag=int(tag), group=group)[0]
+    options = CallOptions(group, source=_checked_rank("source", source, group), tag=int(tag))
+    return RECV.bind(_template(like), options=options)[0]
 
 
 def sendrecv(  # noqa: PLR0913  (public signature)
@@ -302,18 +305,17 @@ def sendrecv(  # noqa: PLR0913  (public signature)
         >>> import jax, jax.numpy as jnp
         >>> from syncvar import jax as svj
         >>> jax.grad(lambda x: 3 * svj.sendrecv(x, 0, 0))(2.0)
-        Array(3., dtype=float32, weak_type=True)
+        Array(3., dtype=float32)
     """
     array = jnp.asarray(x)
-    return SENDRECV.bind(
-        array,
-        array if like is None else _template(like),
+    options = CallOptions(
+        group,
         dest=None if dest is None else _checked_rank("dest", dest, group),
         source=None if source is None else _checked_rank("source", source, group),
         tag=int(tag),
         recv_tag=int(tag if recv_tag is None else recv_tag),
-        group=group,
-    )[0]
+    )
+    return SENDRECV.bind(array, array if like is None else _template(like), options=options)[0]
 
 
 def barrier(*, group: Group | None = None) -> None:
@@ -328,7 +330,7 @@ def barrier(*, group: Group | None = None) -> None:
         >>> from syncvar import jax as svj
         >>> svj.barrier()
     """
-    BARRIER.bind(group=group)
+    BARRIER.bind(options=CallOptions(group))
 
 
 def _checked_op(op: Any) -> str:
@@ -351,7 +353,7 @@ def _checked_rank(name: str, rank: Any, group: Group | None) -> int:
 def _checked_axis(axis: int, array: Any) -> int:
     if not -array.ndim <= axis < array.ndim:
         raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
-    return axis % array.ndim
+    return axis % int(array.ndim)
 
 
 def _divisible_axis(name: str, axis: int, array: Any, group: Group | None) -> int:

@@ -6,7 +6,7 @@ effect, so that JAX keeps the order of the program.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -61,6 +61,19 @@ def zero_tangent(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
+class CallOptions(NamedTuple):
+    """What a call takes besides arrays; each primitive reads its own part."""
+
+    group: Group | None = None
+    op: str = "sum"
+    axis: int = 0
+    root: int = 0
+    dest: int | None = None
+    source: int | None = None
+    tag: int = 0
+    recv_tag: int = 0
+
+
 class CollectivePrimitive:
     """A collective of any number of arrays. Subclasses say what it does with them.
 
@@ -82,31 +95,31 @@ class CollectivePrimitive:
         batching.primitive_batchers[primitive] = self.batch
         self.bind = primitive.bind
 
-    def run(self, arrays: list[Any], **options: Any) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call with NumPy arrays, and return its results."""
         raise NotImplementedError
 
-    def results_of(self, inputs: Sequence[Any], **_options: Any) -> list[ShapedArray]:
+    def results_of(self, inputs: Sequence[Any], options: CallOptions) -> list[ShapedArray]:
         """Return shapes and dtypes of the results; those of the inputs if not overridden."""
         return [ShapedArray(one.shape, one.dtype) for one in inputs]
 
-    def require_linear(self, **_options: Any) -> None:
+    def require_linear(self, options: CallOptions) -> None:
         """Raise UsageError if the call has no derivative."""
 
-    def transposed(self, cotangents: list[Any], **options: Any) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Return the cotangents of the inputs, from those of the results."""
         raise NotImplementedError
 
-    def evaluate(self, *arrays: Any, **options: Any) -> list[Any]:
+    def evaluate(self, *arrays: Any, options: CallOptions) -> list[Any]:
         """Make the call now, after those of compiled functions that still run."""
         jax.effects_barrier()
-        results = self.checked_run(*map(np.asarray, arrays), **options)
+        results = self.checked_run(*map(np.asarray, arrays), options=options)
         return [jnp.asarray(result) for result in results]
 
-    def checked_run(self, *arrays: Any, **options: Any) -> tuple[Any, ...]:
+    def checked_run(self, *arrays: Any, options: CallOptions) -> tuple[Any, ...]:
         """Make the call, and require results of the promised shapes and dtypes."""
-        promised = self.results_of(arrays, **options)
-        results = tuple(map(np.asarray, self.run(list(arrays), **options)))
+        promised = self.results_of(arrays, options)
+        results = tuple(map(np.asarray, self.run(list(arrays), options)))
         for result, wanted in zip(results, promised, strict=True):
             if result.shape != wanted.shape or result.dtype != wanted.dtype:
                 raise ConfigError(
@@ -116,11 +129,11 @@ class CollectivePrimitive:
                 )
         return results
 
-    def abstract(self, *inputs: Any, **options: Any) -> tuple[list[Any], set[Any]]:
+    def abstract(self, *inputs: Any, options: CallOptions) -> tuple[list[Any], set[Any]]:
         """Return shapes and dtypes of the results, and the effects."""
-        return self.results_of(inputs, **options), {EFFECT} if self.has_effect else set()
+        return self.results_of(inputs, options), {EFFECT} if self.has_effect else set()
 
-    def lower(self, context: Any, *operands: Any, **options: Any) -> Sequence[Any]:
+    def lower(self, context: Any, *operands: Any, options: CallOptions) -> Sequence[Any]:
         """Compile the call: a callback that waits for the one before."""
         call = BoundCall(self, options)
         results, token, _ = mlir.emit_python_callback(
@@ -137,57 +150,61 @@ class CollectivePrimitive:
         return results  # type: ignore[no-any-return]
 
     def jvp(
-        self, primals: Sequence[Any], tangents: Sequence[Any], **options: Any
+        self, primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], list[Any]]:
         """Make the call with values and with tangents; all collectives here are linear."""
-        results = self.bind(*primals, **options)
+        results = self.bind(*primals, options=options)
         places = [at for at, one in enumerate(tangents) if type(one) is not ad.Zero]
         derivatives = [zero_tangent(result) for result in results]
         if places:
-            self.require_linear(**options)
-            found = self.bind(*(tangents[at] for at in places), **options)
+            self.require_linear(options)
+            found = self.bind(*(tangents[at] for at in places), options=options)
             for at, tangent in zip(places, found, strict=True):
                 derivatives[at] = tangent
         return results, derivatives
 
-    def transpose(self, cotangents: Sequence[Any], *primals: Any, **options: Any) -> list[Any]:
+    def transpose(
+        self, cotangents: Sequence[Any], *primals: Any, options: CallOptions
+    ) -> list[Any]:
         """Return the cotangents of the inputs, None for those that have none."""
-        self.require_linear(**options)
+        self.require_linear(options)
         places = [at for at, one in enumerate(cotangents) if type(one) is not ad.Zero]
         results: list[Any] = [None] * len(primals)
         if places:
-            found = self.transposed([cotangents[at] for at in places], **options)
+            found = self.transposed([cotangents[at] for at in places], options)
             for at, cotangent in zip(places, found, strict=True):
                 results[at] = cotangent
         return results
 
     def batch(
-        self, arrays: Sequence[Any], axes: Sequence[Any], **options: Any
+        self, arrays: Sequence[Any], axes: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], Sequence[Any]]:
         """Make one call for the whole batch; its axis stays where it is."""
-        return self.bind(*arrays, **options), axes
+        return self.bind(*arrays, options=options), axes
 
 
 class BoundCall:
     """The callback of one call in a compiled program."""
 
-    def __init__(self, primitive: CollectivePrimitive, options: dict[str, Any]) -> None:
+    def __init__(self, primitive: CollectivePrimitive, options: CallOptions) -> None:
         self._primitive = primitive
         self._options = options
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        return self._primitive.checked_run(*arrays, **self._options)
+        """Make the call."""
+        return self._primitive.checked_run(*arrays, options=self._options)
 
 
 class AxisPrimitive(CollectivePrimitive):
     """A collective that cuts or joins its array along an axis."""
 
     def batch(
-        self, arrays: Sequence[Any], axes: Sequence[Any], **options: Any
+        self, arrays: Sequence[Any], axes: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], Sequence[Any]]:
         """Move the axis of the batch to the front, and count the other axis from there."""
         moved = jnp.moveaxis(arrays[0], axes[0], 0)
-        return self.bind(moved, **{**options, "axis": options["axis"] + 1}), [0]
+        shifted = options._replace(axis=options.axis + 1)
+        return self.bind(moved, options=shifted), [0]
 
 
 class AllReducePrimitive(CollectivePrimitive):
@@ -195,21 +212,21 @@ class AllReducePrimitive(CollectivePrimitive):
 
     name = "all_reduce"
 
-    def run(self, arrays: list[Any], *, op: str, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make one call for all arrays."""
         if len(arrays) == 1:
-            return [all_reduce(arrays[0], op, group=group)]
-        return all_reduce(arrays, op, group=group)  # type: ignore[no-any-return]
+            return [all_reduce(arrays[0], options.op, group=options.group)]
+        return all_reduce(arrays, options.op, group=options.group)  # type: ignore[no-any-return]
 
-    def require_linear(self, *, op: str, **_options: Any) -> None:
+    def require_linear(self, options: CallOptions) -> None:
         """Refuse ops other than sum and mean."""
-        require_linear_op("all_reduce", op)
+        require_linear_op("all_reduce", options.op)
 
-    def transposed(self, cotangents: list[Any], *, op: str, group: Group | None) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Return the cotangents: the ranks share the result, so each has the whole cotangent."""
-        if op == "mean":
-            cotangents = [one / size_of(group) for one in cotangents]
-        return SUM_GRADIENTS.bind(*cotangents, group=group)  # type: ignore[no-any-return]
+        if options.op == "mean":
+            cotangents = [one / size_of(options.group) for one in cotangents]
+        return SUM_GRADIENTS.bind(*cotangents, options=options)  # type: ignore[no-any-return]
 
 
 class SumGradientsPrimitive(CollectivePrimitive):
@@ -218,22 +235,22 @@ class SumGradientsPrimitive(CollectivePrimitive):
     name = "sum_gradients"
     has_effect = False
 
-    def run(self, arrays: list[Any], *, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Return the arrays."""
-        del group
+        del options
         return arrays
 
-    def lower(self, _context: Any, *operands: Any, **_options: Any) -> Sequence[Any]:
+    def lower(self, context: Any, *operands: Any, options: CallOptions) -> Sequence[Any]:
         """Return the operands: nothing is called."""
         return operands
 
-    def evaluate(self, *arrays: Any, **_options: Any) -> list[Any]:
+    def evaluate(self, *arrays: Any, options: CallOptions) -> list[Any]:
         """Return the arrays."""
         return list(arrays)
 
-    def transposed(self, cotangents: list[Any], *, group: Group | None) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Sum the cotangents of all ranks."""
-        return ALL_REDUCE.bind(*cotangents, op="sum", group=group)  # type: ignore[no-any-return]
+        return ALL_REDUCE.bind(*cotangents, options=options._replace(op="sum"))  # type: ignore[no-any-return]
 
 
 class BroadcastPrimitive(CollectivePrimitive):
@@ -241,17 +258,15 @@ class BroadcastPrimitive(CollectivePrimitive):
 
     name = "broadcast"
 
-    def run(self, arrays: list[Any], *, root: int, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make one call for all arrays."""
         if len(arrays) == 1:
-            return [broadcast(arrays[0], root, group=group)]
-        return broadcast(arrays, root, group=group)  # type: ignore[no-any-return]
+            return [broadcast(arrays[0], options.root, group=options.group)]
+        return broadcast(arrays, options.root, group=options.group)  # type: ignore[no-any-return]
 
-    def transposed(
-        self, cotangents: list[Any], *, root: int, group: Group | None
-    ) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Sum the cotangents on the root."""
-        return REDUCE.bind(*cotangents, root=root, group=group)  # type: ignore[no-any-return]
+        return REDUCE.bind(*cotangents, options=options)  # type: ignore[no-any-return]
 
 
 class ReducePrimitive(CollectivePrimitive):
@@ -259,19 +274,17 @@ class ReducePrimitive(CollectivePrimitive):
 
     name = "reduce"
 
-    def run(self, arrays: list[Any], *, root: int, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make one call for each array."""
-        sums = [reduce(one, "sum", root, group=group) for one in arrays]
+        sums = [reduce(one, "sum", options.root, group=options.group) for one in arrays]
         return [
             np.zeros_like(array) if total is None else total
             for array, total in zip(arrays, sums, strict=True)
         ]
 
-    def transposed(
-        self, cotangents: list[Any], *, root: int, group: Group | None
-    ) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Give every rank the root's cotangents."""
-        return BROADCAST.bind(*cotangents, root=root, group=group)  # type: ignore[no-any-return]
+        return BROADCAST.bind(*cotangents, options=options)  # type: ignore[no-any-return]
 
 
 class AllGatherPrimitive(AxisPrimitive):
@@ -279,23 +292,19 @@ class AllGatherPrimitive(AxisPrimitive):
 
     name = "all_gather"
 
-    def run(self, arrays: list[Any], *, axis: int, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call."""
-        return [all_gather(arrays[0], axis=axis, group=group)]
+        return [all_gather(arrays[0], axis=options.axis, group=options.group)]
 
-    def results_of(
-        self, inputs: Sequence[Any], *, axis: int, group: Group | None
-    ) -> list[ShapedArray]:
+    def results_of(self, inputs: Sequence[Any], options: CallOptions) -> list[ShapedArray]:
         """Return the shape of the joined array."""
         shape = list(inputs[0].shape)
-        shape[axis] *= size_of(group)
+        shape[options.axis] *= size_of(options.group)
         return [ShapedArray(tuple(shape), inputs[0].dtype)]
 
-    def transposed(
-        self, cotangents: list[Any], *, axis: int, group: Group | None
-    ) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Sum the cotangents, and give each rank its piece."""
-        return REDUCE_SCATTER.bind(*cotangents, op="sum", axis=axis, group=group)  # type: ignore[no-any-return]
+        return REDUCE_SCATTER.bind(*cotangents, options=options._replace(op="sum"))  # type: ignore[no-any-return]
 
 
 class ReduceScatterPrimitive(AxisPrimitive):
@@ -303,31 +312,26 @@ class ReduceScatterPrimitive(AxisPrimitive):
 
     name = "reduce_scatter"
 
-    def run(self, arrays: list[Any], *, op: str, axis: int, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call, with the axis in front."""
-        piece = reduce_scatter(front(arrays[0], axis), op, group=group)
-        return [np.moveaxis(piece, 0, axis)]
+        piece = reduce_scatter(front(arrays[0], options.axis), options.op, group=options.group)
+        return [np.moveaxis(piece, 0, options.axis)]
 
-    def results_of(
-        self, inputs: Sequence[Any], *, op: str, axis: int, group: Group | None
-    ) -> list[ShapedArray]:
+    def results_of(self, inputs: Sequence[Any], options: CallOptions) -> list[ShapedArray]:
         """Return the shape of the piece."""
-        del op
         shape = list(inputs[0].shape)
-        shape[axis] //= size_of(group)
+        shape[options.axis] //= size_of(options.group)
         return [ShapedArray(tuple(shape), inputs[0].dtype)]
 
-    def require_linear(self, *, op: str, **_options: Any) -> None:
+    def require_linear(self, options: CallOptions) -> None:
         """Refuse ops other than sum and mean."""
-        require_linear_op("reduce_scatter", op)
+        require_linear_op("reduce_scatter", options.op)
 
-    def transposed(
-        self, cotangents: list[Any], *, op: str, axis: int, group: Group | None
-    ) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Join the cotangents of the pieces."""
-        if op == "mean":
-            cotangents = [one / size_of(group) for one in cotangents]
-        return ALL_GATHER.bind(*cotangents, axis=axis, group=group)  # type: ignore[no-any-return]
+        if options.op == "mean":
+            cotangents = [one / size_of(options.group) for one in cotangents]
+        return ALL_GATHER.bind(*cotangents, options=options)  # type: ignore[no-any-return]
 
 
 class AllToAllPrimitive(AxisPrimitive):
@@ -335,16 +339,14 @@ class AllToAllPrimitive(AxisPrimitive):
 
     name = "all_to_all"
 
-    def run(self, arrays: list[Any], *, axis: int, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call, with the axis in front."""
-        parts = all_to_all(front(arrays[0], axis), group=group)
-        return [np.moveaxis(np.concatenate(parts), 0, axis)]
+        parts = all_to_all(front(arrays[0], options.axis), group=options.group)
+        return [np.moveaxis(np.concatenate(parts), 0, options.axis)]
 
-    def transposed(
-        self, cotangents: list[Any], *, axis: int, group: Group | None
-    ) -> Sequence[Any]:
+    def transposed(self, cotangents: list[Any], options: CallOptions) -> Sequence[Any]:
         """Return the cotangents to the ranks that sent the parts."""
-        return ALL_TO_ALL.bind(*cotangents, axis=axis, group=group)  # type: ignore[no-any-return]
+        return ALL_TO_ALL.bind(*cotangents, options=options)  # type: ignore[no-any-return]
 
 
 class SendrecvPrimitive(CollectivePrimitive):
@@ -352,45 +354,56 @@ class SendrecvPrimitive(CollectivePrimitive):
 
     name = "sendrecv"
 
-    def run(self, arrays: list[Any], **options: Any) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call; without a source the result is zero."""
-        result = sendrecv(arrays[0], **options)
+        result = sendrecv(
+            arrays[0],
+            options.dest,
+            options.source,
+            tag=options.tag,
+            recv_tag=options.recv_tag,
+            group=options.group,
+        )
         return [np.zeros_like(arrays[1]) if result is None else result]
 
-    def results_of(self, inputs: Sequence[Any], **_options: Any) -> list[ShapedArray]:
+    def results_of(self, inputs: Sequence[Any], options: CallOptions) -> list[ShapedArray]:
         """Return the shape and dtype of the second operand."""
         return [ShapedArray(inputs[1].shape, inputs[1].dtype)]
 
     def jvp(
-        self, primals: Sequence[Any], tangents: Sequence[Any], **options: Any
+        self, primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], list[Any]]:
         """Send the tangent the same way; the second operand only has a shape."""
-        results = self.bind(*primals, **options)
+        results = self.bind(*primals, options=options)
         if type(tangents[0]) is ad.Zero:
             return results, [zero_tangent(results[0])]
         like = jnp.zeros_like(results[0])
-        return results, self.bind(tangents[0], like, **options)
+        return results, self.bind(tangents[0], like, options=options)
 
-    def transpose(self, cotangents: Sequence[Any], *primals: Any, **options: Any) -> list[Any]:
+    def transpose(
+        self, cotangents: Sequence[Any], *primals: Any, options: CallOptions
+    ) -> list[Any]:
         """Send the cotangent the opposite way."""
         if type(cotangents[0]) is ad.Zero:
             return [None, None]
         sent = primals[0].aval
-        opposite = {
-            "dest": options["source"],
-            "source": options["dest"],
-            "tag": options["recv_tag"],
-            "recv_tag": options["tag"],
-            "group": options["group"],
-        }
-        return [*self.bind(cotangents[0], jnp.zeros(sent.shape, sent.dtype), **opposite), None]
+        opposite = options._replace(
+            dest=options.source,
+            source=options.dest,
+            tag=options.recv_tag,
+            recv_tag=options.tag,
+        )
+        like = jnp.zeros(sent.shape, sent.dtype)
+        return [*self.bind(cotangents[0], like, options=opposite), None]
 
     def batch(
-        self, arrays: Sequence[Any], axes: Sequence[Any], **options: Any
+        self, arrays: Sequence[Any], axes: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], Sequence[Any]]:
         """Send the whole batch as one message."""
         length = next(
-            array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None
+            array.shape[options.axis]
+            for array, axis in zip(arrays, axes, strict=True)
+            if axis is not None
         )
         moved = [
             jnp.broadcast_to(array, (length, *array.shape))
@@ -398,7 +411,7 @@ class SendrecvPrimitive(CollectivePrimitive):
             else jnp.moveaxis(array, axis, 0)
             for array, axis in zip(arrays, axes, strict=True)
         ]
-        return self.bind(*moved, **options), [0]
+        return self.bind(*moved, options=options), [0]
 
 
 class SendPrimitive(CollectivePrimitive):
@@ -406,17 +419,17 @@ class SendPrimitive(CollectivePrimitive):
 
     name = "send"
 
-    def run(self, arrays: list[Any], **options: Any) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call."""
-        send(arrays[0], **options)
+        send(arrays[0], options.dest or 0, tag=options.tag, group=options.group)
         return []
 
-    def results_of(self, _inputs: Sequence[Any], **_options: Any) -> list[ShapedArray]:
+    def results_of(self, inputs: Sequence[Any], options: CallOptions) -> list[ShapedArray]:
         """Return nothing."""
         return []
 
     def jvp(
-        self, primals: Sequence[Any], tangents: Sequence[Any], **options: Any
+        self, primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], list[Any]]:
         """Refuse to send a value that has a derivative: the receiver could not return it."""
         if type(tangents[0]) is not ad.Zero:
@@ -424,13 +437,13 @@ class SendPrimitive(CollectivePrimitive):
                 "syncvar.jax.send has no derivative, because it has no result: use sendrecv on "
                 "both ranks, or send jax.lax.stop_gradient(x)"
             )
-        return self.bind(*primals, **options), []
+        return self.bind(*primals, options=options), []
 
     def batch(
-        self, arrays: Sequence[Any], axes: Sequence[Any], **options: Any
+        self, arrays: Sequence[Any], axes: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], Sequence[Any]]:
         """Send the whole batch as one message, with its axis in front."""
-        return self.bind(jnp.moveaxis(arrays[0], axes[0], 0), **options), []
+        return self.bind(jnp.moveaxis(arrays[0], axes[0], 0), options=options), []
 
 
 class RecvPrimitive(CollectivePrimitive):
@@ -438,24 +451,24 @@ class RecvPrimitive(CollectivePrimitive):
 
     name = "recv"
 
-    def run(self, arrays: list[Any], **options: Any) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call."""
         del arrays
-        return [recv(**options)]
+        return [recv(options.source, tag=options.tag, group=options.group)]
 
     def jvp(
-        self, primals: Sequence[Any], tangents: Sequence[Any], **options: Any
+        self, primals: Sequence[Any], tangents: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], list[Any]]:
         """Return a zero tangent: the operand only has a shape."""
         del tangents
-        results = self.bind(*primals, **options)
+        results = self.bind(*primals, options=options)
         return results, [zero_tangent(results[0])]
 
     def batch(
-        self, arrays: Sequence[Any], axes: Sequence[Any], **options: Any
+        self, arrays: Sequence[Any], axes: Sequence[Any], options: CallOptions
     ) -> tuple[list[Any], Sequence[Any]]:
         """Receive the whole batch as one message, with its axis in front."""
-        return self.bind(jnp.moveaxis(arrays[0], axes[0], 0), **options), [0]
+        return self.bind(jnp.moveaxis(arrays[0], axes[0], 0), options=options), [0]
 
 
 class BarrierPrimitive(CollectivePrimitive):
@@ -463,9 +476,9 @@ class BarrierPrimitive(CollectivePrimitive):
 
     name = "barrier"
 
-    def run(self, arrays: list[Any], *, group: Group | None) -> Sequence[Any]:
+    def run(self, arrays: list[Any], options: CallOptions) -> Sequence[Any]:
         """Make the call."""
-        barrier(group=group)
+        barrier(group=options.group)
         return arrays
 
 
