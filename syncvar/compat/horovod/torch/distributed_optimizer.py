@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncvar.compat.horovod.torch.gradient_compression import Compression
-from syncvar.compat.horovod.torch.hvd_calls import Adasum, Average, ReduceCall, Reduction
+from syncvar.compat.horovod.torch.hvd_calls import Adasum, Average, ReduceCall, ScaledOp
 from syncvar.compat.horovod.torch.hvd_operations import sparse_allreduce_async, synchronize
 from syncvar.compat.horovod.torch.operation_queue import operations
 from syncvar.compat.horovod.torch.process_sets import (
@@ -31,7 +31,7 @@ class GradientBucket:
 
     Attributes:
         parameters: In the order in which all ranks send them.
-        handle: Of the operation that has begun, or a function that waits for it.
+        handle: Of the operation that has started, or a function that waits for it.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -50,7 +50,7 @@ class GradientBucket:
 class GradientReducer:
     """Reduces the gradients of an optimizer, bucket by bucket, in one order on all ranks.
 
-    A bucket begins when its gradients are ready and all buckets before it have begun. The order is
+    A bucket begins when its gradients are ready and all buckets before it have started. The order is
     that of the parameters, reversed, because a backward pass ends with the first ones.
     """
 
@@ -61,7 +61,7 @@ class GradientReducer:
         self.passes_left = dict.fromkeys(names, self.passes)
         self.buckets: list[GradientBucket] = []
         self.bucket_of: dict[Any, GradientBucket] = {}
-        self.begun = 0  # number of buckets
+        self.started = 0  # number of buckets
         self.hooks: list[Any] = []
 
     def watch(self, units: Sequence[Sequence[Any]]) -> None:
@@ -76,7 +76,7 @@ class GradientReducer:
     @property
     def is_busy(self) -> bool:
         """Whether a gradient is on its way, or has been accumulated for a later step."""
-        return self.begun > 0 or any(bucket.ready for bucket in self.buckets)
+        return self.started > 0 or any(bucket.ready for bucket in self.buckets)
 
     def on_gradient(self, parameter: Any) -> None:
         """Note that the gradient of a parameter has been accumulated; begin what can begin."""
@@ -88,13 +88,13 @@ class GradientReducer:
         self.passes_left[parameter] -= 1
         if self.passes_left[parameter] == 0:
             self.bucket_of[parameter].ready.add(parameter)
-            while self.begun < len(self.buckets) and self.buckets[self.begun].is_ready:
+            while self.started < len(self.buckets) and self.buckets[self.started].is_ready:
                 self.begin_next()
 
     def begin_next(self) -> None:
         """Begin the operation of the next bucket; missing gradients are zero."""
-        bucket = self.buckets[self.begun]
-        self.begun += 1
+        bucket = self.buckets[self.started]
+        self.started += 1
         dense, names = [], []
         for parameter in bucket.parameters:
             if parameter.grad is None:
@@ -123,8 +123,8 @@ class GradientReducer:
         )
 
     def finish(self) -> None:
-        """Begin what has not begun, wait for all, and write the gradients."""
-        while self.begun < len(self.buckets):
+        """Begin what has not started, wait for all, and write the gradients."""
+        while self.started < len(self.buckets):
             self.begin_next()
         for bucket in self.buckets:
             results = [] if bucket.handle is None else synchronize(bucket.handle)
@@ -144,7 +144,7 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Forget this step."""
-        self.begun = 0
+        self.started = 0
         for bucket in self.buckets:
             bucket.ready.clear()
             bucket.sparse.clear()
@@ -155,12 +155,12 @@ class GradientReducer:
 class ReducerOptions:
     """What `DistributedOptimizer` is told about the reduction."""
 
-    def __init__(  # noqa: PLR0913  (all options of a reducer)
+    def __init__(
         self,
         *,
         compression: Any,
         passes: int,
-        reduction: Reduction,
+        reduction: ScaledOp,
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
@@ -229,7 +229,7 @@ class DistributedMethods:
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
 
-def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917  (Horovod's name and signature)
+def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     optimizer: Any,
     named_parameters: Iterable[tuple[str, Any]] | None = None,
     compression: Any = Compression.none,
@@ -238,7 +238,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917  (Horovod's name and s
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    sparse_as_dense: bool = False,  # noqa: FBT001, FBT002  (Horovod's signature)
+    sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return an optimizer whose steps use the gradients of all ranks.
@@ -266,7 +266,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917  (Horovod's name and s
     """
     require_init()
     if op == Adasum:
-        Reduction(op).checked()
+        ScaledOp(op).checked()
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
@@ -277,7 +277,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917  (Horovod's name and s
     options = ReducerOptions(
         compression=compression,
         passes=backward_passes_per_step,
-        reduction=Reduction(op, 1 / gradient_predivide_factor, gradient_predivide_factor),
+        reduction=ScaledOp(op, 1 / gradient_predivide_factor, gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )

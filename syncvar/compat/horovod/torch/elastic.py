@@ -37,7 +37,7 @@ class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
         seed: Seed of the order, the same on all ranks.
     """
 
-    def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002  (Horovod's signature)
+    def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -122,9 +122,9 @@ class ObjectState:
     def restore(self) -> None:
         """Go back to the last commit."""
         for name, value in self._saved.items():
-            kept = getattr(self, name)
-            if hasattr(kept, "load_state_dict"):
-                kept.load_state_dict(copy.deepcopy(value))
+            attribute = getattr(self, name)
+            if hasattr(attribute, "load_state_dict"):
+                attribute.load_state_dict(copy.deepcopy(value))
             else:
                 setattr(self, name, copy.deepcopy(value))
 

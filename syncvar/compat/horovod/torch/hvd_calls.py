@@ -25,14 +25,14 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 _OP_NAMES = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "prod"}
 
 
-class Reduction(NamedTuple):
+class ScaledOp(NamedTuple):
     """An op of Horovod, with factors before and after it."""
 
     op: int = Average
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
 
-    def checked(self) -> Reduction:
+    def checked(self) -> ScaledOp:
         """Return this, or raise if syncvar has no such op."""
         if self.op == Adasum:
             raise NotImplementedError(
@@ -86,12 +86,12 @@ class ReduceCall:
         outputs: Tensors to write to; None for new ones.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  (what an operation of Horovod has)
+    def __init__(
         self,
         tensors: Sequence[Any],
         outputs: Sequence[Any] | None,
         names: Sequence[str] | None,
-        reduction: Reduction,
+        reduction: ScaledOp,
         process_set: ProcessSet,
         *,
         is_group: bool = False,
@@ -154,7 +154,7 @@ def zeros_for(description: dict[str, Any]) -> Operation | None:
         torch.zeros(shape, dtype=getattr(torch, dtype))
         for shape, dtype in zip(description["shapes"], description["dtypes"], strict=True)
     ]
-    reduction = Reduction(description["op"])
+    reduction = ScaledOp(description["op"])
     names, is_group = description["names"], description["is_group"]
     return ReduceCall(tensors, None, names, reduction, global_process_set, is_group=is_group)
 
@@ -224,7 +224,7 @@ class ReduceScatterCall(TensorsCall):
         self,
         tensors: Sequence[Any],
         name: str | None,
-        reduction: Reduction,
+        reduction: ScaledOp,
         process_set: ProcessSet,
         *,
         is_group: bool = False,

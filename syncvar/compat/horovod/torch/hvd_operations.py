@@ -15,7 +15,7 @@ from syncvar.compat.horovod.torch.hvd_calls import (
     GatherCall,
     ReduceCall,
     ReduceScatterCall,
-    Reduction,
+    ScaledOp,
     Sum,
     zeros_for,
 )
@@ -41,20 +41,20 @@ def synchronize(handle: Any) -> Any:
     return handle() if callable(handle) else operations.synchronize(handle)
 
 
-def _reduction(op: int | None, average: Any, pre: float, post: float) -> Reduction:
+def _reduction(op: int | None, average: Any, pre: float, post: float) -> ScaledOp:
     """Return the reduction; `average` is the argument of old programs."""
     if average is not None:
         if op is not None:
             raise ValueError("pass op only: average is its old form")
         op = Average if average else Sum
-    return Reduction(Average if op is None else op, pre, post).checked()
+    return ScaledOp(Average if op is None else op, pre, post).checked()
 
 
 def _sum_call(
     tensors: Sequence[Any],
     outputs: Sequence[Any] | None,
     name: str | None,
-    reduction: Reduction,
+    reduction: ScaledOp,
     process_set: ProcessSet,
 ) -> ReduceCall:
     require_init()
@@ -62,9 +62,9 @@ def _sum_call(
     return ReduceCall(tensors, outputs, names, reduction, process_set)
 
 
-def allreduce_async(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def allreduce_async(
     tensor: Any,
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -76,9 +76,9 @@ def allreduce_async(  # noqa: PLR0913, PLR0917  (Horovod's signature)
     return operations.submit(_sum_call([tensor], None, name, reduction, process_set))
 
 
-def allreduce_async_(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def allreduce_async_(
     tensor: Any,
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -95,7 +95,11 @@ class AllreduceFunction(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, reduction: Reduction, process_set: ProcessSet, *tensors: Any
+        ctx: Any,
+        name: str | None,
+        reduction: ScaledOp,
+        process_set: ProcessSet,
+        *tensors: Any,
     ) -> Any:
         """Make the call."""
         ctx.reduction, ctx.process_set = reduction, process_set
@@ -118,9 +122,9 @@ def group_names(name: str, tensors: Sequence[Any]) -> list[str]:
     return [f"{name}.{place}" for place in range(len(tensors))]
 
 
-def allreduce(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def allreduce(
     tensor: Any,
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
     op: int | None = None,
@@ -149,9 +153,9 @@ def allreduce(  # noqa: PLR0913, PLR0917  (Horovod's signature)
     return compression.decompress(result, context)
 
 
-def allreduce_(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def allreduce_(
     tensor: Any,
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -167,7 +171,7 @@ def _group_call(
     tensors: Sequence[Any],
     outputs: Sequence[Any] | None,
     name: str | None,
-    reduction: Reduction,
+    reduction: ScaledOp,
     process_set: ProcessSet,
 ) -> ReduceCall:
     require_init()
@@ -175,9 +179,9 @@ def _group_call(
     return ReduceCall(tensors, outputs, names, reduction, process_set, is_group=True)
 
 
-def grouped_allreduce_async(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def grouped_allreduce_async(
     tensors: Sequence[Any],
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -189,9 +193,9 @@ def grouped_allreduce_async(  # noqa: PLR0913, PLR0917  (Horovod's signature)
     return operations.submit(_group_call(tensors, None, name, reduction, process_set))
 
 
-def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def grouped_allreduce_async_(
     tensors: Sequence[Any],
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -203,9 +207,9 @@ def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917  (Horovod's signature)
     return operations.submit(_group_call(tensors, tensors, name, reduction, process_set))
 
 
-def grouped_allreduce(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def grouped_allreduce(
     tensors: Sequence[Any],
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
     op: int | None = None,
@@ -223,9 +227,9 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917  (Horovod's signature)
     ]
 
 
-def grouped_allreduce_(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def grouped_allreduce_(
     tensors: Sequence[Any],
-    average: bool | None = None,  # noqa: FBT001  (Horovod's signature)
+    average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
@@ -305,7 +309,7 @@ class AllgatherFunction(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Average the gradients, and take the rows of this rank."""
         process_set = ctx.process_set
-        call = ReduceCall(gradients, None, None, Reduction(), process_set, is_group=True)
+        call = ReduceCall(gradients, None, None, ScaledOp(), process_set, is_group=True)
         averages = operations.call(call)
         rows = operations.call(GatherCall([torch.tensor([ctx.rows])], None, process_set))
         starts = rows[: process_set.rank()].sum(dim=0).tolist()
@@ -391,7 +395,7 @@ class BroadcastFunction(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         """Average the gradients."""
-        average = operations.call(_sum_call([gradient], None, None, Reduction(), ctx.process_set))
+        average = operations.call(_sum_call([gradient], None, None, ScaledOp(), ctx.process_set))
         return average if rank() == ctx.root_rank else torch.zeros_like(average), None, None, None
 
 
@@ -458,7 +462,7 @@ def alltoall(
     return result if splits is None else (result, lengths)
 
 
-def reducescatter_async(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def reducescatter_async(
     tensor: Any,
     name: str | None = None,
     op: int = Average,
@@ -468,11 +472,11 @@ def reducescatter_async(  # noqa: PLR0913, PLR0917  (Horovod's signature)
 ) -> int:
     """Begin to combine a tensor of all ranks and keep this rank's rows; return a handle."""
     require_init()
-    reduction = Reduction(op, prescale_factor, postscale_factor)
+    reduction = ScaledOp(op, prescale_factor, postscale_factor)
     return operations.submit(ReduceScatterCall([tensor], name, reduction, process_set))
 
 
-def grouped_reducescatter_async(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def grouped_reducescatter_async(
     tensors: Sequence[Any],
     name: str | None = None,
     op: int = Average,
@@ -482,7 +486,7 @@ def grouped_reducescatter_async(  # noqa: PLR0913, PLR0917  (Horovod's signature
 ) -> int:
     """Begin the same for several tensors; return a handle."""
     require_init()
-    reduction = Reduction(op, prescale_factor, postscale_factor)
+    reduction = ScaledOp(op, prescale_factor, postscale_factor)
     call = ReduceScatterCall(tensors, name, reduction, process_set, is_group=True)
     return operations.submit(call)
 
@@ -492,7 +496,11 @@ class ReducescatterFunction(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, reduction: Reduction, process_set: ProcessSet, *tensors: Any
+        ctx: Any,
+        name: str | None,
+        reduction: ScaledOp,
+        process_set: ProcessSet,
+        *tensors: Any,
     ) -> Any:
         """Make the call."""
         require_init()
@@ -511,7 +519,7 @@ class ReducescatterFunction(torch.autograd.Function):  # type: ignore[misc]
         return None, None, None, *operations.call(call)
 
 
-def reducescatter(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def reducescatter(
     tensor: Any,
     name: str | None = None,
     compression: Any = Compression.none,
@@ -522,12 +530,12 @@ def reducescatter(  # noqa: PLR0913, PLR0917  (Horovod's signature)
 ) -> Any:
     """Return this rank's rows of the average, or another combination, of a tensor of all ranks."""
     compressed, context = compression.compress(tensor)
-    reduction = Reduction(op, prescale_factor, postscale_factor)
+    reduction = ScaledOp(op, prescale_factor, postscale_factor)
     (result,) = ReducescatterFunction.apply(name, reduction, process_set, compressed)
     return compression.decompress(result, context)
 
 
-def grouped_reducescatter(  # noqa: PLR0913, PLR0917  (Horovod's signature)
+def grouped_reducescatter(
     tensors: Sequence[Any],
     name: str | None = None,
     compression: Any = Compression.none,
@@ -538,7 +546,7 @@ def grouped_reducescatter(  # noqa: PLR0913, PLR0917  (Horovod's signature)
 ) -> list[Any]:
     """Return the same for each of several tensors."""
     pairs = [compression.compress(one) for one in tensors]
-    reduction = Reduction(op, prescale_factor, postscale_factor)
+    reduction = ScaledOp(op, prescale_factor, postscale_factor)
     inputs = [one for one, _ in pairs]
     results = ReducescatterFunction.apply(name, reduction, process_set, *inputs)
     return [
