@@ -50,8 +50,8 @@ class GradientBucket:
 class GradientReducer:
     """Reduces the gradients of an optimizer, bucket by bucket, in one order on all ranks.
 
-    A bucket begins when its gradients are ready and all buckets before it have started. The order is
-    that of the parameters, reversed, because a backward pass ends with the first ones.
+    A bucket starts when its gradients are ready and all buckets before it have started. The order
+    is that of the parameters, reversed, because a backward pass ends with the first ones.
     """
 
     def __init__(self, names: dict[Any, str], options: ReducerOptions) -> None:

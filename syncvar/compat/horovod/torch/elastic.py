@@ -7,6 +7,7 @@ after a restart all ranks begin with it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -16,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from syncvar.bootstrap.process import environment_here, restart_count
-from syncvar.checkpoint.single_file import load, save
 from syncvar.compat.horovod.torch.process_sets import init, rank, size
 from syncvar.compat.horovod.torch.state_broadcast import broadcast_object
-from syncvar.core.errors import NotFound, UsageError
+from syncvar.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FOLDER_VARIABLE = "SYNCVAR_ELASTIC_FOLDER"
-_FILE = "elastic-commit.safetensors"
+_FILE = "elastic-commit.pt"
 
 
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
@@ -109,7 +109,9 @@ class ObjectState:
         self._saved = self._snapshot()
         path = commit_path()
         if rank() == 0 and path is not None:
-            save(path, self._saved)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            torch.save(self._saved, path + ".new")
+            os.replace(path + ".new", path)  # a failure during the commit leaves the last one
 
     def commit(self) -> None:
         """Keep the state: a restart begins with it."""
@@ -133,10 +135,9 @@ class ObjectState:
         path = commit_path()
         if rank() or path is None:
             return False
-        try:
-            self._saved = load(path)
-        except NotFound:
+        if not os.path.exists(path):
             return False
+        self._saved = torch.load(path, weights_only=True)  # plain data and tensors: runs no code
         self.restore()
         return True
 
@@ -177,6 +178,15 @@ def commit_path() -> str | None:
     return os.path.join(folder, _FILE) if folder else None
 
 
+def remove_commit() -> None:
+    """Remove the file of commits, when the function has returned."""
+    path = commit_path()
+    if rank() == 0 and path is not None:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+            os.rmdir(os.path.dirname(path))  # if this module made it, and nothing else is there
+
+
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the function that trains: its first argument is the state.
 
@@ -205,4 +215,6 @@ class ElasticFunction:
         state.sync()
         if restart_count():
             state.on_reset()
-        return self._function(state, *arguments, **options)
+        result = self._function(state, *arguments, **options)
+        remove_commit()
+        return result

@@ -255,7 +255,8 @@ class SparseResult:
         indices, values = map(synchronize, self._parts)
         if self._divisor != 1:
             values = values / self._divisor
-        return torch.sparse_coo_tensor(indices.t(), values, self._tensor.shape)
+        shape = self._tensor.shape
+        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 
 
 def sparse_allreduce_async(
