@@ -178,6 +178,11 @@ class DistributedMethods:
     _is_synchronized = False
     _synchronizes = True
 
+    @property
+    def _parameter_names(self) -> dict[Any, str]:
+        """The names by parameter, which programs read in Horovod too."""
+        return self.reducer.names
+
     def synchronize(self) -> None:
         """Wait until the gradients of this step are those of all ranks."""
         self.reducer.finish()
