@@ -67,8 +67,26 @@ def test_horovods_published_example_runs_with_its_import_changed(launch, tmp_pat
 
 # What does not pass, and why.
 MPI4JAX = {
-    "test_abort_on_error",  # needs a job of MPI inside of the job
+    "test_abort_on_error",  # from here: they look into mpi4jax itself, or start MPI
+    "test_deadlock_on_exit",
+    "test_debug_logging",
+    "test_set_logging_from_envvar",
+    "test_mpi_abi_info",
+    "test_mpi_abi_compatibility_check",
+    "test_mpi_abi_skip_check",
+    "test_send_recv_status",  # from here: messages have no status
+    "test_send_recv_status_jit",
+    "test_sendrecv_status",
+    "test_sendrecv_status_jit",
+    "test_sendrecv_jacfwd",  # expects an error, where ours works
 }
 HOROVOD = {
-    "test_horovod_allreduce_duplicate_name_error",  # ranks submit in different orders
+    "test_horovod_allgather_duplicate_name_error",  # from here: ranks submit in different orders
+    "test_horovod_allreduce_duplicate_name_error",
+    "test_horovod_broadcast_duplicate_name_error",
+    "test_horovod_reducescatter_duplicate_name_error",
+    "test_broadcast_state",  # from here: torch.optim.Muon refuses parameters of one dimension
+    "test_broadcast_state_options",
+    "test_force_allreduce",
+    "test_broadcast_state_no_grad",  # expects gradients of zero after broadcast_optimizer_state
 }

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 NEEDS_TORCH = pytest.mark.tensors
+pytestmark = pytest.mark.timeout(900)
 ENV = {"OMP_NUM_THREADS": "1"}
 
 OPERATIONS = """
@@ -395,17 +396,16 @@ for epoch in range(2):
 
 
 @NEEDS_TORCH
-@pytest.mark.parametrize(("workers", "runner"), [(3, "auto"), (2, "python")])
-def test_every_operation(launch, workers, runner):
-    job = launch(OPERATIONS, workers=workers, env={**ENV, "SYNCVAR_CALL_RUNNER": runner})
-    assert job.wait() == 0, str(job)
-    assert job.out.count("all operations are right") == workers
+def test_every_operation(launch):
+    job = launch(OPERATIONS, workers=3, env=ENV)
+    assert job.wait(600) == 0, str(job)
+    assert job.out.count("all operations are right") == 3
 
 
 @NEEDS_TORCH
 def test_the_optimizer_makes_the_steps_of_one_process_with_the_whole_batch(launch):
-    job = launch(OPTIMIZER, env=ENV)
-    assert job.wait() == 0, str(job)
+    job = launch(OPTIMIZER, env={**ENV, "SYNCVAR_CALL_RUNNER": "python"})
+    assert job.wait(600) == 0, str(job)
     assert job.out.count("all steps are right") == 2
 
 
@@ -414,7 +414,7 @@ def test_elastic_goes_on_from_the_last_commit(launch):
     job = launch(
         ELASTIC, options=["--max-restarts", "1"], env={**ENV, "SYNCVAR_RESTART_DELAY_S": "0.05"}
     )
-    assert job.wait() == 0, str(job)
+    assert job.wait(600) == 0, str(job)
     assert job.out.count("begins from epoch 0 after 0 rows 0") == 2
     assert job.out.count("begins from epoch 3 after 6 rows 6") == 2
     assert job.out.count("has trained") == 2
@@ -425,7 +425,7 @@ def test_elastic_goes_on_from_the_last_commit(launch):
 @NEEDS_TORCH
 def test_a_rank_that_fails_is_named_and_the_others_do_not_hang(launch):
     job = launch(LOST, env=ENV)
-    assert job.wait() == 1, str(job)
+    assert job.wait(600) == 1, str(job)
     assert "rank 1 on" in job.report.split("\n")[0]
     assert "ValueError: no labels" in job.report.split("\n")[0]
 
@@ -442,7 +442,7 @@ def test_a_program_with_horovods_own_import_runs_unchanged(launch, tmp_path):
         target=["-m", "syncvar.compat.horovod", str(tmp_path / "train.py")],
         env={**ENV, "PYTHONPATH": str(tmp_path)},
     )
-    assert job.wait() == 0, str(job)
+    assert job.wait(600) == 0, str(job)
     losses = [
         [float(one) for one in re.findall(r"Loss: (\S+)", text)]
         for text in map("\n".join, map(job.lines, (0, 1)))

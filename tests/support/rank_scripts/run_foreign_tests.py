@@ -141,7 +141,38 @@ def mpi4jax():
         tags = {"tag": sendtag, "recv_tag": max(recvtag, 0)}
         return svj.sendrecv(x, dest, source, like=like, **tags)
 
-    functions = (allreduce, allgather, alltoall, bcast, barrier, send, recv, sendrecv)
+    def gather(x, root, *, comm=None):
+        gathered = allgather(x)
+        return gathered if world.rank == root else x
+
+    def reduce(x, op, root, *, comm=None):
+        total = svj.all_reduce(x, op)
+        return total if world.rank == root else x
+
+    def scatter(x, root, *, comm=None):
+        if world.rank == root and x.shape[0] != world.size:
+            raise ValueError("Scatter input must have shape (nproc, ...)")
+        whole = x if world.rank == root else jnp.zeros((world.size, *x.shape), x.dtype)
+        return svj.broadcast(whole, root)[world.rank]
+
+    def scan(x, op, *, comm=None):
+        gathered = allgather(x)[: world.rank + 1]
+        return getattr(jnp, op)(gathered, axis=0)
+
+    functions = (
+        gather,
+        reduce,
+        scatter,
+        scan,
+        allreduce,
+        allgather,
+        alltoall,
+        bcast,
+        barrier,
+        send,
+        recv,
+        sendrecv,
+    )
     module("mpi4jax", **{one.__name__: one for one in functions})
 
 

@@ -106,7 +106,7 @@ class GradientReducer:
             dense.append(gradient.to_dense() if gradient.is_sparse else gradient)
             names.append(self.names[parameter])
         if dense:
-            pairs = [self.options.compression.compress(one) for one in dense]
+            pairs = [self.options.codec.compress(one) for one in dense]
             bucket.contexts = [context for _, context in pairs]
             tensors = [one for one, _ in pairs]
             reduction, process_set = self.options.reduction, self.options.process_set
@@ -130,7 +130,7 @@ class GradientReducer:
             results = [] if bucket.handle is None else synchronize(bucket.handle)
             dense = [one for one in bucket.parameters if one not in bucket.sparse]
             for parameter, result, context in zip(dense, results, bucket.contexts, strict=True):
-                self.write(parameter, self.options.compression.decompress(result, context))
+                self.write(parameter, self.options.codec.decompress(result, context))
             for parameter, wait in bucket.sparse.items():
                 parameter.grad = wait()
         self.reset()
@@ -158,13 +158,13 @@ class ReducerOptions:
     def __init__(
         self,
         *,
-        compression: Any,
+        codec: Any,
         passes: int,
         reduction: ScaledOp,
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        self.compression = compression
+        self.codec = codec
         self.passes = passes
         self.reduction = reduction
         self.sparse_as_dense = sparse_as_dense
@@ -280,7 +280,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
         groups = groups or num_groups
     options = ReducerOptions(
-        compression=compression,
+        codec=compression,
         passes=backward_passes_per_step,
         reduction=ScaledOp(op, 1 / gradient_predivide_factor, gradient_predivide_factor),
         sparse_as_dense=sparse_as_dense,
