@@ -42,9 +42,10 @@ class ScaledOp(NamedTuple):
             raise ValueError(f"op must be one of Average, Sum, Min, Max and Product, not {self.op}")
         return self
 
-    @property
-    def call_name(self) -> str:
-        """The name of the op in syncvar."""
+    def call_name(self, tensors: Sequence[Any]) -> str:
+        """Return the name of the op in syncvar: the mean, if all tensors have fractions."""
+        if self.op == Average and all(map(has_fractions, tensors)):
+            return "mean"  # rounds half types once, and does not overflow
         return _OP_NAMES[self.op]
 
     @property
@@ -56,20 +57,24 @@ class ScaledOp(NamedTuple):
         """Return the scaled input."""
         return scaled(tensor, self.prescale_factor)
 
-    def after(self, tensor: Any, size: int) -> Any:
-        """Return the scaled result, averaged over `size` ranks."""
-        if self.op != Average:
-            return scaled(tensor, self.postscale_factor)
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            return tensor.mul_(self.postscale_factor / size)
-        return scaled(torch.div(tensor, size, rounding_mode="trunc"), self.postscale_factor)
+    def after(self, tensor: Any, size: int, call_name: str) -> Any:
+        """Return the scaled result, divided by `size` ranks if the call has not done so."""
+        if self.op == Average and call_name != "mean":
+            mode = None if has_fractions(tensor) else "trunc"
+            tensor = torch.div(tensor, size, rounding_mode=mode)
+        return scaled(tensor, self.postscale_factor)
+
+
+def has_fractions(tensor: Any) -> bool:
+    """Return whether the dtype of a tensor has fractions."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex  # type: ignore[no-any-return]
 
 
 def scaled(tensor: Any, factor: float) -> Any:
     """Return a tensor times a factor; integers are multiplied as float64 and truncated."""
     if factor == 1.0:
         return tensor
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+    if has_fractions(tensor):
         return tensor * factor
     return (tensor.double() * factor).to(tensor.dtype)
 
@@ -121,17 +126,23 @@ class ReduceCall:
     def run(self) -> Any:
         """Make the call. The names are keys of a dict, and so a part of the call."""
         inputs = [self._reduction.before(in_host_memory(one)) for one in self._tensors]
-        op, names = self._reduction.call_name, self._names
-        if names is not None:
-            found = all_reduce(dict(zip(names, inputs, strict=True)), op, group=self._group)
-            sums = [found[name] for name in names]
-        elif len(inputs) == 1:
-            sums = [all_reduce(inputs[0], op, group=self._group)]
-        else:
-            sums = all_reduce(inputs, op, group=self._group)
-        results = [self._reduction.after(one, self._size) for one in sums]
+        op = self._reduction.call_name(inputs)
+        x: Any = inputs[0] if len(inputs) == 1 else inputs
+        if self._names is not None:
+            x = dict(zip(self._names, inputs, strict=True))
+        is_in_place = self._outputs is not None and all(map(shares, inputs, self._outputs))
+        found = all_reduce(x, op, out=x if is_in_place else None, group=self._group)
+        if self._names is not None:
+            found = [found[name] for name in self._names]
+        sums = [found] if isinstance(found, torch.Tensor) else found
+        results = [self._reduction.after(one, self._size, op) for one in sums]
         results = delivered(results, self._tensors, self._outputs)
         return results if self._is_group else results[0]
+
+
+def shares(tensor: Any, other: Any) -> bool:
+    """Return whether two tensors are the same memory."""
+    return tensor.data_ptr() == other.data_ptr()  # type: ignore[no-any-return]
 
 
 def delivered(
@@ -142,7 +153,8 @@ def delivered(
         return [one.to(like.device) for one, like in zip(results, inputs, strict=True)]
     with torch.no_grad():
         for one, output in zip(results, outputs, strict=True):
-            output.detach().copy_(one)
+            if not shares(one, output):
+                output.detach().copy_(one)
     return list(outputs)
 
 
@@ -240,8 +252,9 @@ class ReduceScatterCall(TensorsCall):
     def make(self, tensor: Any) -> Any:
         """Make the call."""
         reduction = self._reduction
-        piece = reduce_scatter(reduction.before(tensor), reduction.call_name, group=self._group)
-        return reduction.after(piece, self._set.size() or 1)
+        op = reduction.call_name([tensor])
+        piece = reduce_scatter(reduction.before(tensor), op, group=self._group)
+        return reduction.after(piece, self._set.size() or 1, op)
 
 
 class BroadcastCall(TensorsCall):

@@ -125,8 +125,14 @@ sets = JobSets()
 global_process_set = sets.world
 
 
-def init(process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the job, and add process sets; "dynamic" stands for none."""
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Join the job, and add process sets; "dynamic" stands for none.
+
+    Raises:
+        ValueError: `comm` names some of the ranks: make a process set of them.
+    """
+    if comm is not None:
+        raise ValueError("hvd.init takes no comm: all ranks of the job join; make a process set")
     process.init()
     if global_process_set.process_set_id is None:
         sets.begin()
