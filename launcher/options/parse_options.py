@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _KEY_FILE = ".syncvar-key"
 _HOSTFILE_NBYTES_MAX = 1 << 20
 _LAYERS = ("default", "file", "environment", "command line")
-_PATH_SETTINGS = ("trace", "auto_log", "auto_replay")
+_PATH_SETTINGS = ("trace", "auto_log", "auto_replay", "match_log", "match_replay")
 
 # The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
 # breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
