@@ -85,8 +85,5 @@ HOROVOD = {
     "test_horovod_allreduce_duplicate_name_error",
     "test_horovod_broadcast_duplicate_name_error",
     "test_horovod_reducescatter_duplicate_name_error",
-    "test_broadcast_state",  # from here: torch.optim.Muon refuses parameters of one dimension
-    "test_broadcast_state_options",
-    "test_force_allreduce",
     "test_broadcast_state_no_grad",  # expects gradients of zero after broadcast_optimizer_state
 }
