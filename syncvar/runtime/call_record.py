@@ -217,9 +217,9 @@ def main_stack() -> list[StackFrame]:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    while frame is not None:  # copy.deepcopy calls us on behalf of the user
+    while frame is not None:  # copy.deepcopy and JAX call us on behalf of the user
         module = frame.f_globals.get("__name__", "")
-        ours = module == "copy" or module.startswith("syncvar.")
+        ours = module == "copy" or module.startswith(("syncvar.", "jax."))
         ours = ours or frame.f_code.co_filename in _STARTERS
         if not ours or module.startswith("syncvar.examples."):
             return frame

@@ -1,5 +1,6 @@
 """The pages of docs/reference: each public name and each command stands on one of them."""
 
+import ast
 import inspect
 import re
 
@@ -26,9 +27,11 @@ PUBLIC = {
     *(f"syncvar.{short}.{name}" for short, one in MODULES.items() for name in one.__all__),
 }
 PROPER = {"Adam", "Adam's", "Dask", "RMSProp", "Ray"}
+# Adapters need libraries that the default tests do not have: their source is read, not imported.
+ADAPTERS = {"syncvar.jax": ("syncvar/jax/__init__.py", "syncvar/jax/jax_collectives.py")}
 WITHOUT_DOCSTRING = {"syncvar.testing.TRANSPORT_CHECKS"}
 DIRECTIVE = re.compile(
-    r"^\.\. (?:autoclass|autofunction|py:data|py:module):: ([\w.]+)", re.MULTILINE
+    r"^\.\. (?:autoclass|autofunction|py:data|py:function|py:module):: ([\w.]+)", re.MULTILINE
 )
 
 
@@ -53,6 +56,44 @@ def test_a_public_name_stands_on_one_page(name):
     assert len(homes) == 1, f"{name} has to stand on one page of docs/reference/api: {homes}"
 
 
+def functions_of(adapter):
+    """Return name -> function, a node of the syntax tree, of an adapter."""
+    path = REPOSITORY / ADAPTERS[adapter][1]
+    return {
+        node.name: node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_every_function_of_an_adapter_stands_on_its_page_with_its_parameters(adapter):
+    tree = ast.parse((REPOSITORY / ADAPTERS[adapter][0]).read_text())
+    (public,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+    )
+    functions = functions_of(adapter)
+    wanted = set()
+    for name in public:
+        parameters = functions[name].args
+        for one in (*parameters.args, *parameters.kwonlyargs):
+            one.annotation = None
+        text = ast.unparse(parameters).replace("'", '"')
+        wanted.add(f"{adapter}.{name}({text})")
+    text = (FOLDER / f"{adapter.rpartition('.')[2]}.md").read_text()
+    assert set(re.findall(r"py:function:: (.*)", text)) == wanted
+
+
+def docstring_of(name):
+    """Return the docstring of a public name."""
+    adapter, _, function = name.rpartition(".")
+    if adapter in ADAPTERS:
+        return ast.get_docstring(functions_of(adapter)[function])
+    return inspect.getdoc(value_of(name))
+
+
 def value_of(name):
     """Return what a public name is."""
     value = sv
@@ -65,12 +106,11 @@ def summary(name):
     """Return the first sentence of a name's docstring, as half a sentence of Markdown."""
     if name in WITHOUT_DOCSTRING:
         return "the checks that `check_transport` makes, by name"
-    value = value_of(name)
-    first = inspect.getdoc(value).partition("\n\n")[0].replace("\n", " ")
+    first = docstring_of(name).partition("\n\n")[0].replace("\n", " ")
     sentence = re.match(r".*?[.](?= |$)", first)[0].rstrip(".")
     head, _, tail = sentence.partition(": ")
     if tail:  # a title and an explanation
-        sentence = tail if len(head.split()) <= 1 + inspect.ismodule(value) else head
+        sentence = tail if len(head.split()) <= 1 + inspect.ismodule(value_of(name)) else head
     if " -= " in sentence:
         return f"`{sentence}`"
     begin = sentence.partition(" ")[0]
