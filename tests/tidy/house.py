@@ -96,8 +96,8 @@ GOALS = {
     "import circles": 0,
     "files": 280,
     "lines": 64_000,
-    "adapter files": 30,
-    "adapter lines": 9_000,
+    "adapter files": 45,
+    "adapter lines": 12_000,
     "words in a mean docstring sentence": 18,
     "docstring sentences over 30 words": 0,
 }
