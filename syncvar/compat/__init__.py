@@ -1,0 +1,1 @@
+"""Interfaces of other libraries over syncvar: programs written for them run with one change."""
