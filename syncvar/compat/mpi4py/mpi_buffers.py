@@ -101,7 +101,7 @@ def memory_of(value: Any) -> BufferMemory:
     The object must be contiguous. The bytes are writable if the object's memory is.
     """
     if isinstance(value, np.ndarray):
-        return _memory_of_array(value)
+        return _memory_of_array(value.view(np.ndarray))
     if value is None:
         return BufferMemory(_NONE, 0, BYTE)
     if isinstance(value, int):  # BOTTOM, IN_PLACE
@@ -241,30 +241,23 @@ def _gpu_error() -> MpiException:
     )
 
 
-class buffer:  # noqa: N801  (mpi4py's name)
-    """BufferMemory as a sequence of bytes, with its address.
+class buffer(np.ndarray[Any, np.dtype[np.uint8]]):  # noqa: N801  (mpi4py's name)
+    """Memory as a sequence of bytes, with its address.
 
     Args:
         buf: Object with memory; None for an empty buffer.
     """
 
-    def __init__(self, buf: Any = None) -> None:
-        memory = memory_of(buf)
-        self._bytes: Bytes | None = memory.bytes
-        self._obj = buf
-
-    @classmethod
-    def _of(cls, data: Bytes, owner: Any = None) -> buffer:
-        found = cls()
-        found._bytes, found._obj = data, owner
-        return found
+    def __new__(cls, buf: Any = None) -> buffer:
+        """Return the memory of an object."""
+        return memory_of(buf).bytes.view(cls)
 
     @staticmethod
     def allocate(nbytes: int, clear: bool = False) -> buffer:
         """Return new memory."""
         if nbytes < 0:
             raise ValueError("expecting non-negative size")
-        return buffer._of(np.zeros(nbytes, np.uint8) if clear else np.empty(nbytes, np.uint8))
+        return (np.zeros if clear else np.empty)(nbytes, np.uint8).view(buffer)
 
     @staticmethod
     def frombuffer(obj: Any, readonly: bool = False) -> buffer:
@@ -279,86 +272,55 @@ class buffer:  # noqa: N801  (mpi4py's name)
             raise ValueError("expecting non-negative buffer length")
         if nbytes and not address:
             raise ValueError("expecting non-NULL address")
-        return buffer._of(bytes_at(address, nbytes, readonly=readonly))
-
-    @property
-    def _data(self) -> Bytes:
-        return _NONE if self._bytes is None else self._bytes
+        return bytes_at(address, nbytes, readonly=readonly).view(buffer)
 
     @property
     def address(self) -> int:
         """Address of the first byte."""
-        return int(self._data.ctypes.data) if self._data.size else 0
+        return int(self.ctypes.data) if self.size else 0
 
     @property
     def obj(self) -> Any:
         """Object that owns the memory."""
-        return self._obj
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return int(self._data.nbytes)
+        return self.base
 
     @property
     def readonly(self) -> bool:
         """Whether the memory cannot be written."""
-        return not self._data.flags.writeable
+        return not self.flags.writeable
 
     format = "B"
-    itemsize = 1
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """The memory as NumPy reads it."""
-        return dict(self._data.__array_interface__)
-
-    def __buffer__(self, flags: int) -> memoryview:
-        return self._data.data
 
     def cast(self, format: str, shape: Any = ()) -> memoryview:  # noqa: A002  (mpi4py's name)
         """Return a memoryview of another format."""
-        view = self._data.data
+        view = self.data
         return view.cast(format, shape) if shape else view.cast(format)  # type: ignore[call-overload, no-any-return]
-
-    def tobytes(self, order: str | None = None) -> bytes:
-        """Return a copy of the bytes."""
-        return self._data.tobytes()
 
     def toreadonly(self) -> buffer:
         """Return the same memory, which cannot be written."""
-        view = self._data[:]
+        view = self[:]
         view.flags.writeable = False
-        return buffer._of(view, self._obj)
+        return view  # type: ignore[no-any-return]
 
     def release(self) -> None:
-        """Give up the memory."""
-        self._bytes, self._obj = None, None
-
-    def __len__(self) -> int:
-        return self.nbytes
+        """Do nothing: the memory is freed with its last reference."""
 
     def __getitem__(self, item: Any) -> Any:
-        if isinstance(item, slice):
-            return buffer._of(self._data[item], self._obj)
-        return int(self._data[item])
+        found = super().__getitem__(item)
+        return found if isinstance(found, buffer) else int(found)
 
     def __setitem__(self, item: Any, value: Any) -> None:
         if isinstance(item, slice) and not isinstance(value, int):
-            self._data[item] = memory_of(value).bytes
-        else:
-            self._data[item] = value
+            value = memory_of(value).bytes
+        super().__setitem__(item, value)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: object) -> Any:
         return isinstance(other, buffer) and self.tobytes() == other.tobytes()
 
-    __hash__ = None  # type: ignore[assignment]
+    def __bool__(self) -> bool:
+        return self.size > 0
 
-    def __enter__(self) -> buffer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    __hash__ = None
 
 
 class Region(NamedTuple):

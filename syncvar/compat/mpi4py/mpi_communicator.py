@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from functools import partial, partialmethod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -114,15 +114,18 @@ class Message:
     _arrived: ArrivedMessage | None = None
     _is_no_proc = False
 
-    def __init__(self, message: Message | None = None) -> None:
+    def __new__(cls, message: Message | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
         if message is not None:
             if not isinstance(message, Message):
                 raise TypeError(f"{message!r} is no Message")
             self.__dict__.update(message.__dict__)
+        return self
 
     @classmethod
     def _of(cls, port: MessagePort, arrived: ArrivedMessage) -> Message:
-        message = cls()
+        message = cls.__new__(cls)
         message._port, message._arrived = port, arrived
         port.remove(arrived)
         return message
@@ -226,17 +229,22 @@ class Comm(AttributesMixin, HandlerMixin):
         comm: Communicator to refer to; None for a null communicator.
     """
 
-    def __init__(self, comm: Comm | None = None) -> None:
-        self._state: CommState | None = None
+    _state: CommState | None = None
+
+    def __new__(cls, comm: Comm | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
+        self._state = None
         if comm is not None:
             if not isinstance(comm, Comm):
                 raise TypeError(f"{comm!r} is no Comm")
             self._state = comm._state
+        return self
 
     @classmethod
     def of(cls, state: CommState) -> Any:
         """Return the communicator of a state."""
-        comm = cls()
+        comm = cls.__new__(cls)
         comm._state = state
         return comm
 

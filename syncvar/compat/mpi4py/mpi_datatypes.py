@@ -7,7 +7,7 @@ a derived datatype costs one copy.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -176,11 +176,14 @@ class Datatype:
     _typecode = ""
     _is_committed = True
 
-    def __init__(self, datatype: Datatype | None = None) -> None:
+    def __new__(cls, datatype: Datatype | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
         if datatype is not None:
             if not isinstance(datatype, Datatype):
                 raise TypeError(f"{datatype!r} is no Datatype")
             self.__dict__.update(datatype.__dict__)
+        return self
 
     @property
     def layout(self) -> TypeLayout:
@@ -555,7 +558,7 @@ class Datatype:
 def _plain_bytes(value: Any) -> Bytes:
     """Return the memory of a contiguous buffer."""
     if isinstance(value, np.ndarray):
-        return value.reshape(-1).view(np.uint8)
+        return value.view(np.ndarray).reshape(-1).view(np.uint8)
     return np.frombuffer(value, np.uint8)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.compat.mpi4py import mpi_constants as const
 
@@ -189,11 +189,15 @@ class Errhandler:
     mpi4py raises for every handler that does not end the process, and so does this layer.
     """
 
-    def __init__(self, errhandler: Errhandler | None = None) -> None:
-        self._name: str = "ERRHANDLER_NULL" if errhandler is None else errhandler._name
-        self._function: Callable[[Any, int], None] | None = (
-            None if errhandler is None else errhandler._function
-        )
+    _name = "ERRHANDLER_NULL"
+    _function: Callable[[Any, int], None] | None = None
+
+    def __new__(cls, errhandler: Errhandler | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
+        if errhandler is not None:
+            self._name, self._function = errhandler._name, errhandler._function
+        return self
 
     @classmethod
     def of_name(cls, name: str, function: Callable[[Any, int], None] | None = None) -> Errhandler:

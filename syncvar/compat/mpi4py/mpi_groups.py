@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.compat.mpi4py import mpi_constants as const
 from syncvar.compat.mpi4py.mpi_errors import MpiException, constant
@@ -22,11 +22,14 @@ class MpiGroup:
     _members: tuple[int, ...] | None = None
     _own = -1  # this process's rank of the world
 
-    def __init__(self, group: MpiGroup | None = None) -> None:
+    def __new__(cls, group: MpiGroup | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
         if group is not None:
             if not isinstance(group, MpiGroup):
                 raise TypeError(f"{group!r} is no Group")
             self._members, self._own = group._members, group._own
+        return self
 
     @classmethod
     def of(cls, members: Iterable[int], own: int) -> MpiGroup:
@@ -176,9 +179,12 @@ class Info:
 
     _entries: dict[str, str] | None = None
 
-    def __init__(self, info: Info | None = None) -> None:
+    def __new__(cls, info: Info | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
         if info is not None:
             self._entries = info._entries
+        return self
 
     @classmethod
     def Create(cls, items: Any = None) -> Info:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.compat.mpi4py import mpi_constants as const
 from syncvar.compat.mpi4py import mpi_objects
 from syncvar.compat.mpi4py.mpi_errors import MpiException
@@ -521,6 +522,8 @@ class MessageProgress:
     def wait_first(self, operations: Sequence[Any]) -> int:
         """Wait until one of several operations has ended; return its index."""
         spins, sleep_s = 0, _SLEEP_MIN_S
+        timeout_s = current().config.collective_timeout_s
+        until = time.monotonic() + timeout_s
         only_messages = not any(_works(one) for one in operations)
         while True:
             self.poll()
@@ -530,6 +533,9 @@ class MessageProgress:
             spins += 1
             if only_messages and self._sleep():
                 continue
+            if time.monotonic() > until:
+                text = f"none of {len(operations)} MPI requests ended within {timeout_s} s"
+                raise sv.DeadlineExceeded(text, timeout_s=timeout_s)
             if spins > _SPINS:
                 time.sleep(sleep_s)
                 sleep_s = min(2 * sleep_s, _SLEEP_MAX_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.compat.mpi4py import mpi_constants as const
 from syncvar.compat.mpi4py.mpi_datatypes import BYTE, Datatype
@@ -18,7 +18,15 @@ class Status:
         status: Status to copy.
     """
 
-    def __init__(self, status: Status | None = None) -> None:
+    source = const.ANY_SOURCE
+    tag = const.ANY_TAG
+    error = const.SUCCESS
+    _nbytes = 0
+    _is_cancelled = False
+
+    def __new__(cls, status: Status | None = None) -> Self:
+        """Return a copy, or an empty status."""
+        self = super().__new__(cls)
         self.source = const.ANY_SOURCE
         self.tag = const.ANY_TAG
         self.error = const.SUCCESS
@@ -26,6 +34,7 @@ class Status:
         self._is_cancelled = False
         if status is not None:
             self.assign(status)
+        return self
 
     @classmethod
     def of(cls, source: int, tag: int, nbytes: int) -> Status:

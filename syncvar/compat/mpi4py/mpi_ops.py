@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -41,11 +41,14 @@ class Op:
     core_name = ""  # op of sv.all_reduce that does the same
     core_dtypes: frozenset[str] = frozenset()  # characters of the dtypes for which it does
 
-    def __init__(self, op: Op | None = None) -> None:
+    def __new__(cls, op: Op | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
         if op is not None:
             if not isinstance(op, Op):
                 raise TypeError(f"{op!r} is no Op")
             self.__dict__.update(op.__dict__)
+        return self
 
     @classmethod
     def Create(cls, function: Callable[..., Any], commute: bool = False) -> Op:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.compat.mpi4py import mpi_constants as const
 from syncvar.compat.mpi4py.mpi_errors import PARTITIONED, MpiException, UnsupportedByLayer, constant
@@ -30,18 +30,22 @@ class MpiRequest:
 
     __qualname__ = "Request"
 
-    def __init__(self, request: MpiRequest | None = None) -> None:
-        self._operation: Operation | None = None
-        self._call: RestartableCall | None = None
+    _operation: Operation | None = None
+    _call: RestartableCall | None = None
+
+    def __new__(cls, request: MpiRequest | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
         if request is not None:
             if not isinstance(request, MpiRequest):
                 raise TypeError(f"{request!r} is no Request")
             self._operation, self._call = request._operation, request._call
+        return self
 
     @classmethod
     def of(cls, operation: Operation) -> MpiRequest:
         """Return the request of an operation."""
-        request = cls()
+        request = cls.__new__(cls)
         request._operation = operation
         return request
 
@@ -296,7 +300,7 @@ class MpiRequest:
     @classmethod
     def fromhandle(cls, handle: int) -> MpiRequest:
         """Return a request by its number."""
-        request = cls()
+        request = cls.__new__(cls)
         target = _handles[handle] if handle else None
         if isinstance(target, RestartableCall):
             request._call = target
@@ -389,15 +393,16 @@ class Prequest(MpiRequest):
         request: Request to refer to; None for a null request.
     """
 
-    def __init__(self, request: MpiRequest | None = None) -> None:
+    def __new__(cls, request: MpiRequest | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
         if request is not None and not isinstance(request, Prequest):
             raise TypeError(f"{request!r} is no Prequest")
-        super().__init__(request)
+        return super().__new__(cls, request)
 
     @classmethod
     def to(cls, begin: Callable[[], Operation]) -> Prequest:
         """Return the request of a function that begins an operation."""
-        request = cls()
+        request = cls.__new__(cls)
         request._call = RestartableCall(begin)
         return request
 
@@ -448,10 +453,11 @@ class _GeneralOperation(Operation):
 class Grequest(MpiRequest):
     """A generalized request: the program says when it has ended."""
 
-    def __init__(self, request: MpiRequest | None = None) -> None:
+    def __new__(cls, request: MpiRequest | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
         if request is not None and not isinstance(request, Grequest):
             raise TypeError(f"{request!r} is no Grequest")
-        super().__init__(request)
+        return super().__new__(cls, request)
 
     @classmethod
     def Start(
@@ -463,7 +469,7 @@ class Grequest(MpiRequest):
         kwargs: Any = None,
     ) -> Grequest:
         """Return a new request."""
-        request = cls()
+        request = cls.__new__(cls)
         request._operation = _GeneralOperation((query_fn, free_fn, cancel_fn), args, kwargs)
         return request
 

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -104,7 +104,7 @@ class SharedWindow:
     def part(self, rank: int) -> buffer:
         """Return the memory of a rank."""
         start = sum(self.sizes[:rank])
-        return buffer._of(self.memory[start : start + self.sizes[rank]], self.memory)
+        return buffer(self.memory[start : start + self.sizes[rank]])
 
 
 class Win(AttributesMixin, HandlerMixin):
@@ -114,12 +114,16 @@ class Win(AttributesMixin, HandlerMixin):
         win: Window to refer to; None for a null window.
     """
 
-    def __init__(self, win: Win | None = None) -> None:
-        self._window: SharedWindow | None = None
+    _window: SharedWindow | None = None
+
+    def __new__(cls, win: Win | None = None) -> Self:
+        """Return a reference to the same object, or a null one."""
+        self = super().__new__(cls)
         if win is not None:
             if not isinstance(win, Win):
                 raise TypeError(f"{win!r} is no Win")
             self._window = win._window
+        return self
 
     @property
     def window(self) -> SharedWindow:
@@ -338,9 +342,6 @@ class Win(AttributesMixin, HandlerMixin):
 
 class File:
     """Stands for MPI's files, which this layer does not have."""
-
-    def __init__(self, file: Any = None) -> None:
-        self._file = file
 
     @classmethod
     def Open(cls, *args: Any, **options: Any) -> NoReturn:
