@@ -112,7 +112,7 @@ class ReceiveArgs(NamedTuple):
 
     def finish(self, kind: int, message: NDArray[Any]) -> Any:
         """Return the result of a message; raise ConfigError if it is not as expected."""
-        if self.kind in (kind, EITHER) and (kind == ARRAY or self.out is None):
+        if kind == self.kind or (self.kind == EITHER and (kind == ARRAY or self.out is None)):
             return deliver(message, self.out) if kind == ARRAY else unpack_object(message.tobytes())
         if kind == BYTES:
             raise ConfigError(
