@@ -32,6 +32,7 @@ from syncvar.compat.mpi4py.mpi_errors import (
     MpiException,
     UnsupportedByLayer,
     constant,
+    reduced,
 )
 from syncvar.compat.mpi4py.mpi_groups import INFO_NULL, Info, MpiGroup, compare_members
 from syncvar.compat.mpi4py.mpi_messages import (
@@ -157,7 +158,8 @@ class Message:
     def _received(self, buf: Any, *, is_object: bool) -> Operation:
         """Return the receive of the message, which becomes null."""
         if self._is_no_proc:
-            self.__dict__.clear()
+            if self is not MESSAGE_NO_PROC:
+                self.__dict__.clear()
             return _no_message()
         if self._port is None or self._arrived is None:
             raise MpiException(const.ERR_REQUEST, "the message is MESSAGE_NULL")
@@ -207,7 +209,7 @@ class Message:
     def __reduce__(self) -> Any:
         if self._arrived is not None:
             raise ValueError("cannot pickle a message")
-        return constant, ("MESSAGE_NO_PROC" if self._is_no_proc else "MESSAGE_NULL",)
+        return reduced(self, "MESSAGE_NO_PROC" if self._is_no_proc else "MESSAGE_NULL")
 
 
 MESSAGE_NULL = Message()

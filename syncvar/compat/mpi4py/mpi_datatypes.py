@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 
 from syncvar.compat.mpi4py import mpi_constants as const
-from syncvar.compat.mpi4py.mpi_errors import MpiException, constant
+from syncvar.compat.mpi4py.mpi_errors import MpiException, reduced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -495,7 +495,7 @@ class Datatype:
     def __reduce__(self) -> Any:
         if not self.is_named or not self._name:
             raise ValueError("cannot pickle a derived datatype")
-        return constant, (self._name.removeprefix("MPI_"),)
+        return reduced(self, self._name.removeprefix("MPI_"))
 
     def __repr__(self) -> str:
         return f"<Datatype {self._name or 'derived'}>"

@@ -36,6 +36,9 @@ class MpiException(RuntimeError):
         detail: Sentence that explains this error.
     """
 
+    __qualname__ = "Exception"
+    __module__ = "syncvar.compat.mpi4py.mpi_namespace"
+
     def __init__(self, ierr: int = const.SUCCESS, detail: str = "") -> None:
         super().__init__(ierr)
         self._code = int(ierr)
@@ -245,6 +248,12 @@ def constant(name: str) -> Any:
     from syncvar.compat.mpi4py import MPI
 
     return getattr(MPI, name)
+
+
+def reduced(handle: Any, name: str) -> Any:
+    """Return how pickle makes a handle again: the constant itself, or another reference to it."""
+    known = constant(name)
+    return (constant, (name,)) if handle is known else (type(handle), (known,))
 
 
 class HandlerMixin:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.compat.mpi4py import mpi_constants as const
-from syncvar.compat.mpi4py.mpi_errors import MpiException, constant
+from syncvar.compat.mpi4py.mpi_errors import MpiException, reduced
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ class MpiGroup:
     """
 
     __qualname__ = "Group"
+    __module__ = "syncvar.compat.mpi4py.mpi_namespace"
     _members: tuple[int, ...] | None = None
     _own = -1  # this process's rank of the world
 
@@ -61,10 +62,10 @@ class MpiGroup:
     def Translate_ranks(
         self, ranks: Sequence[int] | None = None, group: MpiGroup | None = None
     ) -> list[int]:
-        """Return the ranks of another group that are the same processes."""
+        """Return the ranks of another group, or of the world, that are the same processes."""
         places = range(len(self.members)) if ranks is None else ranks
         if group is None:
-            raise MpiException(const.ERR_GROUP, "the other group is missing")
+            return [rank if rank == const.PROC_NULL else self._member(rank) for rank in places]
         others = {member: rank for rank, member in enumerate(group.members)}
         return [
             const.PROC_NULL
@@ -150,9 +151,9 @@ class MpiGroup:
 
     def __reduce__(self) -> Any:
         if self._members is None:
-            return constant, ("GROUP_NULL",)
+            return reduced(self, "GROUP_NULL")
         if not self._members:
-            return constant, ("GROUP_EMPTY",)
+            return reduced(self, "GROUP_EMPTY")
         raise ValueError("cannot pickle a group")
 
 
@@ -311,7 +312,7 @@ class Info:
 
     def __reduce__(self) -> Any:
         if self._entries is None:
-            return constant, ("INFO_NULL",)
+            return reduced(self, "INFO_NULL")
         return Info.Create, (dict(self._entries),)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from syncvar.compat.mpi4py import mpi_constants as const
 from syncvar.compat.mpi4py.mpi_buffers import buffer, simple_region
 from syncvar.compat.mpi4py.mpi_datatypes import Datatype
-from syncvar.compat.mpi4py.mpi_errors import MpiException, constant
+from syncvar.compat.mpi4py.mpi_errors import MpiException, reduced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -85,9 +85,9 @@ class Op:
     def __call__(self, x: Any, y: Any) -> Any:
         """Combine two Python objects."""
         if self._user is not None:
-            return self._user(x, y)
+            return self._user(x, y, None)
         if self._function is None:
-            raise MpiException(const.ERR_OP, "the op is OP_NULL")
+            raise ValueError("the op is OP_NULL")
         return self._function(x, y)
 
     def Reduce_local(self, inbuf: Any, inoutbuf: Any) -> None:
@@ -163,7 +163,7 @@ class Op:
     def __reduce__(self) -> Any:
         if self._user is not None:
             raise ValueError("cannot pickle an op of the program")
-        return constant, (self._name,)
+        return reduced(self, self._name)
 
     def __repr__(self) -> str:
         return f"<Op {self._name}>"

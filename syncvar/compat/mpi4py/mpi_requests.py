@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.compat.mpi4py import mpi_constants as const
-from syncvar.compat.mpi4py.mpi_errors import PARTITIONED, MpiException, UnsupportedByLayer, constant
+from syncvar.compat.mpi4py.mpi_errors import PARTITIONED, MpiException, UnsupportedByLayer, reduced
 from syncvar.compat.mpi4py.mpi_messages import MESSAGES
 from syncvar.compat.mpi4py.mpi_operations import Operation, Status
 
@@ -29,6 +29,7 @@ class MpiRequest:
     """
 
     __qualname__ = "Request"
+    __module__ = "syncvar.compat.mpi4py.mpi_namespace"
 
     _operation: Operation | None = None
     _call: RestartableCall | None = None
@@ -80,24 +81,30 @@ class MpiRequest:
 
     def wait(self, status: Status | None = None) -> Any:
         """Wait for the end; return the object of a receive."""
+        return self._waited(status)
+
+    def _waited(self, status: Status | None) -> Any:
         if self.active is not None:
             self.active.wait()
         return self.finish(status)
 
     def Wait(self, status: Status | None = None) -> bool:
         """Wait for the end."""
-        self.wait(status)
+        self._waited(status)
         return True
 
     def test(self, status: Status | None = None) -> tuple[bool, Any]:
         """Return whether the operation has ended, and the object of a receive."""
+        return self._tested(status)
+
+    def _tested(self, status: Status | None) -> tuple[bool, Any]:
         if self.active is not None and not self.active.test():
             return False, None
         return True, self.finish(status)
 
     def Test(self, status: Status | None = None) -> bool:
         """Return whether the operation has ended."""
-        return self.test(status)[0]
+        return self._tested(status)[0]
 
     def Get_status(self, status: Status | None = None) -> bool:
         """Return whether the operation has ended; the request stays."""
@@ -328,7 +335,7 @@ class MpiRequest:
     def __reduce__(self) -> Any:
         if self:
             raise ValueError("cannot pickle a request")
-        return constant, ("REQUEST_NULL",)
+        return reduced(self, "REQUEST_NULL")
 
 
 _handles: dict[int, Any] = {}
@@ -349,10 +356,12 @@ def _empty(status: Status | None) -> None:
         status.assign(Status())
 
 
-def _sized(statuses: list[Status] | None, count: int) -> list[Status | None]:
+def _sized(statuses: Any, count: int) -> list[Status | None]:
     """Return the list of statuses in the length of the requests; a list is filled up in place."""
     if statuses is None:
         return [None] * count
+    if not isinstance(statuses, list):  # a program may pass a tuple
+        return [*statuses, *[None] * count][:count]
     statuses.extend(Status() for _ in range(count - len(statuses)))
     del statuses[count:]
     return list(statuses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -44,7 +44,19 @@ class DistGraphTopology(NamedTuple):
 
 
 class Topocomm(Intracomm):
-    """A communicator whose ranks have neighbours."""
+    """A communicator whose ranks have neighbours.
+
+    Args:
+        comm: Communicator with such a topology to refer to; None for a null communicator.
+    """
+
+    _kind = const.UNDEFINED  # of the topology
+
+    def __new__(cls, comm: Comm | None = None) -> Self:
+        """Return a reference to the same communicator, or a null one."""
+        if comm is not None and comm and (comm.topology != cls._kind or not comm.is_topo):
+            raise TypeError(f"the communicator is no {cls.__name__}")
+        return super().__new__(cls, comm)
 
     @property
     def inneighbors(self) -> list[int]:
@@ -77,7 +89,16 @@ class Topocomm(Intracomm):
         return self.inneighbors, self.outneighbors
 
     inoutneighbors = inoutedges
-    inedges, outedges = inneighbors, outneighbors
+
+    @property
+    def inedges(self) -> list[int]:
+        """Ranks from which this rank receives."""
+        return self.inneighbors
+
+    @property
+    def outedges(self) -> list[int]:
+        """Ranks to which this rank sends."""
+        return self.outneighbors
 
     def send_order(self) -> Iterable[int]:
         """Return the send blocks in the order in which their receivers number them."""
@@ -105,6 +126,8 @@ class Topocomm(Intracomm):
 class Cartcomm(Topocomm):
     """A communicator whose ranks form a grid."""
 
+    _kind = const.CART
+
     @classmethod
     def create_cart(cls, comm: Intracomm, dims: Sequence[int], periods: Any) -> Any:
         """Return a grid of the first ranks of a communicator; a null one on the other ranks."""
@@ -114,8 +137,10 @@ class Cartcomm(Topocomm):
             periods = [False] * len(lengths)
         elif isinstance(periods, bool | int):
             periods = [periods] * len(lengths)
+        if len(periods) != len(lengths):
+            raise ValueError(f"{len(lengths)} axes need as many periods, not {len(periods)}")
         nodes = math.prod(lengths)
-        if any(one < 1 for one in lengths) or nodes > comm.size or len(periods) != len(lengths):
+        if any(one < 1 for one in lengths) or nodes > comm.size:
             raise MpiException(
                 const.ERR_DIMS, f"a grid of {list(lengths)} does not fit {comm.size} ranks"
             )
@@ -220,9 +245,13 @@ class Cartcomm(Topocomm):
 class Graphcomm(Topocomm):
     """A communicator whose ranks form a graph that all of them know."""
 
+    _kind = const.GRAPH
+
     @classmethod
     def create_graph(cls, comm: Intracomm, index: Sequence[int], edges: Sequence[int]) -> Any:
         """Return a graph of the first ranks of a communicator; a null one on the other ranks."""
+        if len(index) > 1 and index[0] == 0 and index[-1] == len(edges):
+            index = index[1:]  # mpi4py takes the form of adjacency lists, too
         if len(index) > comm.size:
             raise MpiException(
                 const.ERR_TOPOLOGY, f"{len(index)} nodes are more than {comm.size} ranks"
@@ -297,6 +326,8 @@ class Graphcomm(Topocomm):
 class Distgraphcomm(Topocomm):
     """A communicator with a directed graph of which each rank knows its neighbours."""
 
+    _kind = const.DIST_GRAPH
+
     @classmethod
     def create_adjacent(
         cls,
@@ -308,8 +339,8 @@ class Distgraphcomm(Topocomm):
     ) -> Any:
         """Return a graph of all ranks, each of which knows its neighbours."""
         topology = DistGraphTopology(
-            tuple(sources),
-            tuple(destinations),
+            tuple(sources or ()),
+            tuple(destinations or ()),
             _weights(source_weights),
             _weights(destination_weights),
         )

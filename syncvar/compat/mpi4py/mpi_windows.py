@@ -23,6 +23,7 @@ from syncvar.compat.mpi4py.mpi_errors import (
     MpiException,
     UnsupportedByLayer,
     constant,
+    reduced,
 )
 from syncvar.compat.mpi4py.mpi_groups import INFO_NULL, Info, MpiGroup
 
@@ -297,7 +298,7 @@ class Win(AttributesMixin, HandlerMixin):
     def __reduce__(self) -> Any:
         if self:
             raise ValueError("cannot pickle a window")
-        return constant, ("WIN_NULL",)
+        return reduced(self, "WIN_NULL")
 
     # -- what the layer does not have
 
