@@ -27,7 +27,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
+from syncvar.runtime.persistent_reduce import ReduceForm, persist_reduction
 from syncvar.runtime.recorder import Recorder
 from syncvar.runtime.shm_reduce import is_direct
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
@@ -89,7 +89,7 @@ def the_words_alone(calls: int) -> float:
 
 
 def alone(x: Any, out: Any, calls: int, apply: np.ufunc | None = None) -> float:
-    """Return the time of a prepared all-reduce that finds all others where it needs them."""
+    """Return the time of a persistent all-reduce that finds all others where it needs them."""
     group = sv.new_group(range(sv.world_size()))
     sv.all_reduce(x, out=out, group=group)
     sv.barrier()  # the other worker has left that call, and would take what follows for another one
@@ -100,7 +100,7 @@ def alone(x: Any, out: Any, calls: int, apply: np.ufunc | None = None) -> float:
     )  # the group makes no call with the other worker any more
     kinds = [(reduction("sum", x.dtype), [0])]
     form = ReduceForm(kinds, x.shape, is_direct(x.nbytes, communicator.size), apply=apply)
-    ready: Any = prepare_reduction(communicator, form, CollectiveSpec("all_reduce"))
+    ready: Any = persist_reduction(communicator, form, CollectiveSpec("all_reduce"))
     return microseconds(lambda: ready(x, out), calls)
 
 
@@ -118,8 +118,8 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     """Return (part, time) of an all-reduce."""
     communicator = communicator_of(None)
     channel: Any = communicator.channel
-    prepared_calls, recorder = communicator.prepared_calls, Recorder()
-    made_by = next(key[0] for key in prepared_calls)
+    persistent_calls, recorder = communicator.persistent_calls, Recorder()
+    made_by = next(key[0] for key in persistent_calls)
     words, scratch = channel.words, memoryview(bytearray(64 * 8)).cast("Q")
     slots = [channel.small(rank, 0, x.size, x.dtype) for rank in range(channel.size)]
     mine, empty = np.empty_like(slots[0]), communicator.busy
@@ -128,7 +128,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     def find() -> None:
         same = communicator_of(None)
         if type(x) is np.ndarray and same.channel is not None:
-            prepared_calls.get((made_by, ("sum", False, None, None), x.dtype, x.shape))
+            persistent_calls.get((made_by, ("sum", False, None, None), x.dtype, x.shape))
 
     def bring() -> None:
         mine[...] = x
@@ -171,9 +171,9 @@ def parts_of_a_write(v: Any, x: Any, calls: int) -> list[tuple[str, float]]:
     storage, owner, context = v._state.storage, v._owner, current()  # noqa: SLF001  (that is what is measured)
 
     def check() -> None:
-        prepared = v._prepared.get("assign_add")  # noqa: SLF001
+        persistent = v._persistent_writes.get("assign_add")  # noqa: SLF001
         if (
-            prepared is not None
+            persistent is not None
             and type(x) is np.ndarray
             and x.dtype == v._dtype  # noqa: SLF001
             and x.shape == v._shape  # noqa: SLF001
@@ -184,7 +184,7 @@ def parts_of_a_write(v: Any, x: Any, calls: int) -> list[tuple[str, float]]:
 
     target = np.empty_like(x)
     return [
-        ("the variable: is the prepared write right here", microseconds(check, calls)),
+        ("the variable: is the persistent write right here", microseconds(check, calls)),
         ("the variable: does anybody hold a view", microseconds(storage.writable, calls)),
         (
             "the variable: adding to the copy",

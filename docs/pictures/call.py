@@ -7,7 +7,7 @@ import svg
 PAGE = svg.HERE.parent / "internals.md"
 PATHS = [
     ("all_reduce, first", "The first call of a group", "orange"),
-    ("all_reduce, cached", "Each later call, in shared memory", "green"),
+    ("all_reduce, persistent", "Each later call, in shared memory", "green"),
 ]
 STEP = re.compile(
     r"^\d+\. `([\w/.]+)` `([\w.]+)` (.*?)(?=^\d+\. |\n\n|\Z)", re.MULTILINE | re.DOTALL

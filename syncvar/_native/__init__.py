@@ -78,18 +78,18 @@ class AsyncCall:
     """A persistent call with async_op=True; only the C extension makes them.
 
     Attributes:
-        operation: The engine's request after the engine has adopted the call; None before.
-        begin: Start time, CLOCK_MONOTONIC in nanoseconds.
+        request: The engine's request once the engine continues the call; else None.
+        began: Start time, CLOCK_MONOTONIC in nanoseconds.
         is_over: The call has ended without the engine.
         end: Returns the result if it is ready, or with True arrives while spinning; else None.
-        adopt: Lets the engine continue the call; does nothing if it is over.
+        continue_in_engine: Lets the engine continue the call; does nothing if it is over.
     """
 
-    operation: Any
-    begin: int
+    request: Any
+    began: int
     is_over: bool
     end: Callable[[bool], Any]
-    adopt: Callable[[], None]
+    continue_in_engine: Callable[[], None]
 
 
 class ChannelState:
@@ -261,7 +261,7 @@ def open_program(
 def run(
     code: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
 ) -> Iterator[int]:
-    """Run a program in C; yield the publications to wait for.
+    """Run a program in C; yield the needs.
 
     Args:
         code: Result of `program`.
@@ -310,11 +310,11 @@ def message_end(*parts: Any, **objects: Any) -> Any:
     return None if _native is None else _native.End(*parts, **objects)
 
 
-def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
+def message_dispatch(function: Any, state: Any, *, is_sending: bool) -> Any:
     """Return a C dispatch of `send` or `recv`, which calls the function for all other messages."""
     if _native is None:
         return function
-    return _native.MessageEntrance(is_sending, function=function, state=state)
+    return _native.MessageDispatch(is_sending, function=function, state=state)
 
 
 class AccessScope(NamedTuple):
@@ -369,11 +369,11 @@ def access(
     return getattr(_native, kind)(*form, is_increment, **objects)
 
 
-def entrance(
+def call_dispatch(
     function: Any,
     state: Any,
     *,
-    nothing: Any = None,
+    no_input: Any = None,
     second: str | None = None,
     usual: Any = None,
     positions: int = 1,
@@ -384,7 +384,7 @@ def entrance(
     Args:
         function: The function; the dispatch takes its name, documentation and signature.
         state: Holder of the process context: `default`, and `is_bound` if threads have their own.
-        nothing: Input of a function without arguments; None for one that takes an array.
+        no_input: Input of a function without arguments; None for one that takes an array.
         second: Name of the second cached argument: op, root or axis.
         usual: Default of that argument.
         positions: Positional arguments at most.
@@ -393,12 +393,12 @@ def entrance(
     if _native is None:
         return function
     name = None if second is None else sys.intern(second)
-    return _native.Entrance(
+    return _native.CallDispatch(
         positions,
         takes_numbers,
         function=function,
         state=state,
-        nothing=nothing,
+        no_input=no_input,
         second=name,
         usual=usual,
         home=_HOME,
@@ -418,15 +418,17 @@ def remember(function: Any, *entry: Any) -> None:
     """Cache a persistent call, or an endpoint, in a C dispatch; ignore Python ones.
 
     Args:
-        function: Result of `entrance` or `message_entrance`.
+        function: Result of `call_dispatch` or `message_dispatch`.
         entry: (second argument, call, persistent calls of its group), or (endpoint, other rank,
             tag).
     """
-    if _native is not None and isinstance(function, (_native.Entrance, _native.MessageEntrance)):
+    if _native is not None and isinstance(
+        function, (_native.CallDispatch, _native.MessageDispatch)
+    ):
         function.remember(*entry)
 
 
 def recall(function: Any, call: Any) -> None:
     """Cache a persistent call again that a C dispatch has evicted; ignore calls never cached."""
-    if _native is not None and isinstance(function, _native.Entrance):
+    if _native is not None and isinstance(function, _native.CallDispatch):
         function.recall(call)

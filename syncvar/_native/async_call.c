@@ -1,15 +1,15 @@
 /* Persistent calls with async_op=True. */
 #include "persistent_call.h"
 
-typedef enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED } AsyncState;
+typedef enum { UNPUBLISHED, OPEN, ENDED, IN_ENGINE } AsyncState;
 
 enum { POLL_ONCE = -1, SPIN_SHORT = 0 }; /* patience in nanoseconds */
 
-/* Invariant: while a call is BEGUN, it is the only entry of the channel's queue. No other call
- * publishes before it has ended, or the engine has adopted it. */
+/* Invariant: while a call is OPEN, it is the only entry of the channel's queue. No other call
+ * publishes before it has ended, or is in the engine. */
 typedef struct {
     PyObject_HEAD NativeCall *call;
-    PyObject *number, *begin, *timeout, *output, *site, *instruction, *operation;
+    PyObject *number, *began, *timeout, *output, *site, *instruction, *request;
     PyObject *input, *target; /* copy of blocks that are moved, else None; `out` of the caller */
     uint64_t check;
     AsyncState state;
@@ -21,7 +21,7 @@ static void withdraw(AsyncCall *self) {
     PyErr_Fetch(&type, &error, &trace);
     if (call_one(self->call->queue, name_remove, (PyObject *)self) < 0)
         PyErr_Clear(); /* not in the list */
-    if (call_one(self->call->begun, name_remove, (PyObject *)self) < 0) PyErr_Clear();
+    if (call_one(self->call->async_calls, name_remove, (PyObject *)self) < 0) PyErr_Clear();
     PyErr_Restore(type, error, trace);
 }
 
@@ -29,7 +29,7 @@ static void withdraw(AsyncCall *self) {
  * not been changed. */
 static int may_end(const AsyncCall *self) {
     const NativeCall *call = self->call;
-    return self->state == BEGUN && is_quiet(call->engine) &&
+    return self->state == OPEN && is_quiet(call->engine) &&
            fit_still(call, &call->output, self->output, IN_ONE_PIECE | ALIGNED | WRITEABLE) &&
            (self->input == Py_None || fits(&call->input, self->input, IN_ONE_PIECE | ALIGNED));
 }
@@ -46,10 +46,10 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
     const char *const input = self->input == Py_None ? NULL : ((Array *)self->input)->data;
     finish(call, (int)call->channel->side, input, self->output);
     self->state = ENDED;
-    call->channel->begun = NULL;
+    call->channel->open_call = NULL;
     Py_INCREF(object); /* the lists may hold the last reference */
     withdraw(self);
-    const int recorded = record(call->add, call->info, self->number, self->begin);
+    const int recorded = record(call->add, call->info, self->number, self->began);
     Py_DECREF(object);
     return recorded < 0 ? -1 : 1;
 }
@@ -58,57 +58,60 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
  * Return -1 with an exception. */
 static int wait_async_call(const AsyncCall *self) {
     NativeCall *call = self->call;
-    const int taken = self->state == BEGUN ? try_acquire(call->busy) : 0;
+    const int taken = self->state == OPEN ? try_acquire(call->busy) : 0;
     if (taken <= 0) return taken;
-    Py_BEGIN_ALLOW_THREADS all_agree(call, self->check, PATIENCE_NS);
-    Py_END_ALLOW_THREADS release(call->busy);
+    Py_BEGIN_ALLOW_THREADS
+        all_agree(call, self->check, PATIENCE_NS);
+    Py_END_ALLOW_THREADS
+    release(call->busy);
     return 1;
 }
 
-/* Begin an asynchronous call through the slots. Return its `Work`, or None if nothing was done. The
- * input is copied now. */
-static PyObject *begin_small(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
+/* Start a call through the slots. Return its `Work`, or None to fall back. The input is copied now.
+ */
+static PyObject *start_small(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
                              PyObject *site, PyObject *instruction) {
     ChannelState *channel = self->channel;
     PyObject *input = NULL, *target = NULL, *work = NULL;
-    if (self->nothing != Py_None) out = Py_None; /* this rank gets no result */
+    if (self->no_result != Py_None) out = Py_None; /* this rank gets no result */
     if (!accept(self, x, out, &input, &target)) Py_RETURN_NONE;
-    AsyncCall *begun = new_object(async_call_type);
-    if (begun == NULL) goto given_up;
+    AsyncCall *started = new_object(async_call_type);
+    if (started == NULL) goto given_up;
     int taken = 0;
-    begun->call = (NativeCall *)Py_NewRef((PyObject *)self);
-    begun->timeout = Py_NewRef(timeout);
-    begun->site = Py_NewRef(site);
-    begun->instruction = Py_NewRef(instruction);
-    begun->target = Py_NewRef(target);
-    begun->output = make_result(self, target);
-    begun->input =
-        self->tells ? PyObject_CallMethodObjArgs(input, name_copy, NULL) : Py_NewRef(Py_None);
-    if (begun->output == NULL || begun->input == NULL) goto done;
-    work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
-    begun->begin = PyLong_FromLongLong(now_ns());
-    if (work == NULL || begun->begin == NULL) goto done;
+    started->call = (NativeCall *)Py_NewRef((PyObject *)self);
+    started->timeout = Py_NewRef(timeout);
+    started->site = Py_NewRef(site);
+    started->instruction = Py_NewRef(instruction);
+    started->target = Py_NewRef(target);
+    started->output = make_result(self, target);
+    started->input = self->moves_blocks ? PyObject_CallMethodObjArgs(input, name_copy, NULL)
+                                        : Py_NewRef(Py_None);
+    if (started->output == NULL || started->input == NULL) goto done;
+    work = PyObject_CallFunctionObjArgs(self->work, self->engine, started, NULL);
+    started->began = PyLong_FromLongLong(now_ns());
+    if (work == NULL || started->began == NULL) goto done;
     /* The code above may have run other threads, or the garbage collector. The code below does not:
      * so these checks stay valid. */
     if (!may_begin(self) || !fit_still(self, &self->input, input, IN_ONE_PIECE | ALIGNED))
         goto done;
     taken = 1;
-    if (call_one(self->begun, name_append, (PyObject *)begun) < 0 ||
-        call_one(self->queue, name_append, (PyObject *)begun) < 0)
+    if (call_one(self->async_calls, name_append, (PyObject *)started) < 0 ||
+        call_one(self->queue, name_append, (PyObject *)started) < 0)
         goto done;
-    const long long call = take_number(self, &begun->number);
+    const long long call = take_number(self, &started->number);
     if (call < 0) goto done;
     const int side = (int)(channel->side ^= 1);
     const uint64_t location = put_own(self, side, input);
-    begun->check = self->digest + (uint64_t)call * SPREAD + self->detail;
-    begun->state = BEGUN;
-    channel->begun = (PyObject *)begun;
-    publish_call(self, call, begun->check, begun->check - self->detail, location);
+    started->check = self->fingerprint + (uint64_t)call * SPREAD + self->detail;
+    started->state = OPEN;
+    channel->open_call = (PyObject *)started;
+    publish_call(self, call, started->check, started->check - self->detail, location);
 done:
     if (PyErr_Occurred()) {
         Py_CLEAR(work);
-        if (taken) withdraw(begun);
-        if (begun->number == NULL && PyErr_ExceptionMatches(PyExc_Exception)) { /* as in run_call */
+        if (taken) withdraw(started);
+        if (started->number == NULL &&
+            PyErr_ExceptionMatches(PyExc_Exception)) { /* as in run_call */
             PyErr_Clear();
             work = Py_NewRef(Py_None);
         }
@@ -117,22 +120,21 @@ done:
         Py_DECREF(work);
         work = Py_NewRef(Py_None);
     }
-    Py_DECREF(begun);
+    Py_DECREF(started);
 given_up:
     Py_XDECREF(input);
     Py_XDECREF(target);
     return work;
 }
 
-/* Begin an asynchronous call, in Python if it is long or unusual. Return its `Work`, or None if
- * nothing was done. */
-PyObject *begin_call(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
+/* Start a call, in Python if it is long or unusual. Return its `Work`, or None to fall back. */
+PyObject *start_call(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
                      PyObject *site, PyObject *instruction) {
     PyObject *work =
-        self->is_long ? Py_NewRef(Py_None) : begin_small(self, x, out, timeout, site, instruction);
+        self->is_long ? Py_NewRef(Py_None) : start_small(self, x, out, timeout, site, instruction);
     if (work != Py_None) return work;
     Py_DECREF(work);
-    return PyObject_CallMethodObjArgs(self->call, name_begin, x, out, timeout, site, instruction,
+    return PyObject_CallMethodObjArgs(self->call, name_start, x, out, timeout, site, instruction,
                                       NULL);
 }
 
@@ -151,21 +153,21 @@ static PyObject *async_call_end(PyObject *object, PyObject *arguments) {
 
 /* Let the engine continue the call. Callers hold the lock of the group, so that no other call of
  * the group can be queued before. */
-static PyObject *async_call_adopt(PyObject *object, PyObject *unused) {
+static PyObject *async_call_continue(PyObject *object, PyObject *unused) {
     (void)unused;
     AsyncCall *self = (AsyncCall *)object;
-    if (self->state != BEGUN) Py_RETURN_NONE;
+    if (self->state != OPEN) Py_RETURN_NONE;
     NativeCall *call = self->call;
-    self->state = ADOPTED;
-    call->channel->begun = NULL;
+    self->state = IN_ENGINE;
+    call->channel->open_call = NULL;
     Py_INCREF(object);
-    self->operation = PyObject_CallMethodObjArgs(
-        call->call, name_adopt, self->number, self->begin, self->input, self->target, self->output,
-        self->timeout, self->site, self->instruction, NULL);
-    if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
+    self->request = PyObject_CallMethodObjArgs(call->call, name_continue_async, self->number,
+                                               self->began, self->input, self->target, self->output,
+                                               self->timeout, self->site, self->instruction, NULL);
+    if (self->request == NULL) interrupt_call(call, self->number, self->began, Py_None);
     withdraw(self);
     Py_DECREF(object);
-    return self->operation == NULL ? NULL : Py_NewRef(Py_None);
+    return self->request == NULL ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *async_call_is_over(PyObject *object, void *unused) {
@@ -175,20 +177,20 @@ static PyObject *async_call_is_over(PyObject *object, void *unused) {
 
 static int async_call_clear(PyObject *object) {
     AsyncCall *self = (AsyncCall *)object;
-    if (self->state == BEGUN && self->call->channel != NULL) self->call->channel->begun = NULL;
-    self->state = ADOPTED;
+    if (self->state == OPEN && self->call->channel != NULL) self->call->channel->open_call = NULL;
+    self->state = IN_ENGINE;
     return clear_held(object);
 }
 
 static PyMemberDef async_call_members[] = {
     HELD(AsyncCall, call),
     HELD(AsyncCall, number),
-    HELD(AsyncCall, begin),
+    HELD(AsyncCall, began),
     HELD(AsyncCall, timeout),
     HELD(AsyncCall, output),
     HELD(AsyncCall, site),
     HELD(AsyncCall, instruction),
-    HELD(AsyncCall, operation),
+    HELD(AsyncCall, request),
     HELD(AsyncCall, input),
     HELD(AsyncCall, target),
     {NULL},
@@ -202,8 +204,8 @@ static PyGetSetDef async_call_getters[] = {
 static PyMethodDef async_call_methods[] = {
     {"end", async_call_end, METH_VARARGS,
      "Return the result if it is there, or with end(True) comes while spinning; else None."},
-    {"adopt", async_call_adopt, METH_NOARGS,
-     "Let the engine continue the call, as `operation`; nothing if it has ended."},
+    {"continue_in_engine", async_call_continue, METH_NOARGS,
+     "Let the engine continue the call, as `request`; nothing if it has ended."},
     {NULL},
 };
 

@@ -27,8 +27,7 @@ int give_way(Wait *wait) {
     return 1;
 }
 
-/* Return whether a rank has published the word `need`; or with a negative need, the phase -need of
- * the last call. */
+/* Return whether a rank has published a need: a word, or minus a phase of the last call. */
 static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long need) {
     if (need > 0) return seen(channel->words + other) >= (uint64_t)need;
     return seen(channel->words + other + channel->phase_at) >= (uint64_t)-need ||

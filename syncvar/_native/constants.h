@@ -2,22 +2,29 @@
 #ifndef SYNCVAR_CONSTANTS_H
 #define SYNCVAR_CONSTANTS_H
 
-#define FORM 24
+#define FORM 30
 #define SPREAD 11400714819323198485ull
 #define RANKS_MAX 64
 #define RING_SLOTS 32
 #define NUMBERS_MAX 1024
 #define LEAVES_MAX 1024
-#define KINDS_MAX 8
+#define DTYPES_MAX 8
 #define SLOT_ALIGN_BYTES 16
 #define LINE 64
 #define PAGE 4096
 #define ADDRESS 1152921504606846976ull
 #define AT_PAGE 4611686018427387904ull
-#define PEER_ENDED (-1099511627776ll)
-#define UNREAD (-2199023255552ll)
+#define OFFER_BITS 3
 #define PLACES 8
 #define WRITES_PER_DECISION 64
+
+enum Need {
+    END = 0,
+    AT_ONCE = 1,
+    PEER_ENDED = -1073741824,
+    UNREAD = -1073741825,
+    DISAGREE = -1073741826,
+};
 
 enum Opcode {
     COPY = 0,

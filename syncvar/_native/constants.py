@@ -11,7 +11,7 @@ from pathlib import Path
 
 HEADER = Path(__file__).with_name("constants.h")
 
-FORM = 24  # version of the interface between Python and the extension
+FORM = 30  # version of the interface between Python and the extension
 
 # Of calls and their checks.
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that calls with one fingerprint have different checks
@@ -21,22 +21,34 @@ RANKS_MAX = 64  # ranks of a group whose calls the extension runs
 RING_SLOTS = 32
 NUMBERS_MAX = 1024  # numbers of a list that becomes an array
 LEAVES_MAX = 1024  # arrays of a pytree that form one vector
-KINDS_MAX = 8  # dtypes of such arrays
+DTYPES_MAX = 8  # dtypes of such arrays
 SLOT_ALIGN_BYTES = 16  # vectors of different dtypes in a slot begin at multiples of it
 
 # Of shared memory and of locations that ranks publish.
 LINE = 64  # bytes of a cache line
 PAGE = 4096  # bytes
 ADDRESS = 1 << 60  # in a location: an address in the owner's process, not a shared-memory offset
-AT_PAGE = 1 << 62  # in the word of an input: the page of the segment at which its cells begin
-
-# Yielded by a run in place of the publication to wait for.
-PEER_ENDED = -(1 << 40)  # the process whose memory the run reads has ended
-UNREAD = -(1 << 41)  # the memory of another process could not be read
+AT_PAGE = 1 << 62  # in the source of a copied input: it has the page at which the cells begin
+OFFER_BITS = 3  # of a `BlockOffer`, the lowest bits of a mark
 
 # Of messages and variables.
 PLACES = 8  # long messages of a ring that may be open
 WRITES_PER_DECISION = 64  # increments of an AUTO variable between two samples
+
+
+class Need(IntEnum):
+    """Values of a need that are neither a word nor a phase.
+
+    A step of a call yields its need: what all other ranks have to publish before the next step. A
+    positive need is a word of the channel; words begin at 2. A negative one is minus a phase of
+    this call. `GroupChannel.is_reached` reads needs, and `is_at` of channels.c does the same.
+    """
+
+    END = 0  # C only: a run has ended
+    AT_ONCE = 1  # nothing is needed
+    PEER_ENDED = -(1 << 30)  # the process whose memory a run reads has ended
+    UNREAD = -(1 << 30) - 1  # the memory of another process could not be read
+    DISAGREE = -(1 << 30) - 2  # the ranks make different calls: only the launcher ends the wait
 
 
 class Opcode(IntEnum):
@@ -139,8 +151,6 @@ def header() -> str:
 
 
 def _literal(value: int) -> str:
-    if value < 0:
-        return f"(-{-value}ll)"
     return f"{value}ull" if value >= 1 << 31 else str(value)
 
 

@@ -33,16 +33,16 @@ PyObject *note_change(PyObject *module, PyObject *unused) {
 
 typedef struct {
     Face face;
-    PyObject *nothing, *second, *usual, *home;
-    PyObject *world, *prepared_calls; /* borrowed: the default group and its cache, valid while
+    PyObject *no_input, *second, *usual, *home;
+    PyObject *world, *persistent_calls; /* borrowed: the default group and its cache, valid while
                                          `changes` equals the global counter */
     uint64_t changes;
     int positions, takes_numbers; /* positional arguments at most; numbers become arrays */
-} Entrance;
+} CallDispatch;
 
 /* Return the cache set of calls of a group with an array of this dtype and shape. */
-static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *op, PyObject *dtype,
-                             int ndim, const intptr_t *shape) {
+static Remembered **place_of(CallDispatch *self, PyObject *communicator, PyObject *op,
+                             PyObject *dtype, int ndim, const intptr_t *shape) {
     uintptr_t mixed =
         (((uintptr_t)communicator >> 4) * 31 + ((uintptr_t)op >> 4)) * 31 + ((uintptr_t)dtype >> 4);
     for (int axis = 0; axis < ndim; axis++) mixed = mixed * 1000003u + (uintptr_t)shape[axis];
@@ -50,21 +50,21 @@ static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *o
 }
 
 /* Return the cache set of calls with several arrays. */
-static Remembered **place_of_several(Entrance *self, PyObject *communicator, PyObject *op,
+static Remembered **place_of_several(CallDispatch *self, PyObject *communicator, PyObject *op,
                                      PyTypeObject *kind, intptr_t count) {
     return place_of(self, communicator, op, (PyObject *)kind, 1, &count);
 }
 
-/* Return the cached call of a value in a group (None: the world), or NULL. It must belong to the
- * job of this thread, and to the group as it is now. */
-static NativeCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *value) {
+/* Return the persistent call of a value in a group (None: the world), or NULL. It must belong to
+ * the job of this thread, and to the group as it is now. */
+static NativeCall *find_call(CallDispatch *self, PyObject *group, PyObject *op, PyObject *value) {
     const Array *form = (PyObject *)Py_TYPE(value) == array_type ? (const Array *)value : NULL;
     const int is_known = group == Py_None && self->changes == changes;
-    PyObject *job = NULL, *communicator = self->world, *prepared_calls = self->prepared_calls;
+    PyObject *job = NULL, *communicator = self->world, *persistent_calls = self->persistent_calls;
     if (!is_known) {
         job = peek(self->face.state, name_default);
         communicator = group == Py_None ? peek(job, name_world) : peek(group, name__communicator);
-        prepared_calls = peek(communicator, name_prepared_calls);
+        persistent_calls = peek(communicator, name_persistent_calls);
     }
     Remembered **place =
         form != NULL
@@ -74,7 +74,7 @@ static NativeCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyOb
     for (int which = 0; which < TOGETHER && found == NULL; which++) {
         NativeCall *call = (NativeCall *)place[which];
         if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator &&
-            call->prepared_calls == prepared_calls &&
+            call->persistent_calls == persistent_calls &&
             (form != NULL ? call->leaf_count == 0 && fits(&call->input, value, 0)
                           : call->leaf_count > 0 && holds_leaves(call, value)))
             found = call;
@@ -86,17 +86,17 @@ static NativeCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyOb
         } else if (group == Py_None) {
             self->changes = changes;
             self->world = communicator;
-            self->prepared_calls = prepared_calls;
+            self->persistent_calls = persistent_calls;
         }
     }
     if (PyErr_Occurred()) PyErr_Clear();
     return found;
 }
 
-/* Begin a cached call asynchronously; None if nothing was done. The call site becomes text only
- * when needed. If it is in this package, the Python function has to find the user's frame. */
-static PyObject *begin_remembered(Entrance *self, NativeCall *call, PyObject *array, PyObject *out,
-                                  PyObject *timeout) {
+/* Start a persistent call; None to fall back. The call site becomes text only when needed. If it is
+ * in this package, the Python function has to find the user's frame. */
+static PyObject *start_remembered(CallDispatch *self, NativeCall *call, PyObject *array,
+                                  PyObject *out, PyObject *timeout) {
     PyFrameObject *frame = PyEval_GetFrame();
     if (frame == NULL) Py_RETURN_NONE;
     PyObject *code = (PyObject *)PyFrame_GetCode(frame), *made = NULL;
@@ -105,21 +105,21 @@ static PyObject *begin_remembered(Entrance *self, NativeCall *call, PyObject *ar
     const Py_ssize_t ours =
         file == NULL ? -1 : PyUnicode_Tailmatch(file, self->home, 0, PY_SSIZE_T_MAX, -1);
     if (ours >= 0)
-        made = ours ? Py_NewRef(Py_None) : begin_call(call, array, out, timeout, code, instruction);
+        made = ours ? Py_NewRef(Py_None) : start_call(call, array, out, timeout, code, instruction);
     Py_DECREF(code);
     Py_XDECREF(instruction);
     Py_XDECREF(file);
     return made;
 }
 
-/* Run a cached call; NULL without an exception if the Python function has to be called. */
-static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_ssize_t given,
+/* Run a persistent call; NULL without an exception if the Python function has to be called. */
+static PyObject *run_remembered(CallDispatch *self, PyObject *const *arguments, Py_ssize_t given,
                                 PyObject *names) {
-    PyObject *x = given > 0 ? arguments[0] : self->nothing,
+    PyObject *x = given > 0 ? arguments[0] : self->no_input,
              *op = given > 1 ? arguments[1] : self->usual;
     PyObject *out = Py_None, *timeout = Py_None, *group = Py_None;
     int later = 0;
-    if (given > self->positions || (given == 0) != (self->nothing != Py_None)) return NULL;
+    if (given > self->positions || (given == 0) != (self->no_input != Py_None)) return NULL;
     const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
     for (Py_ssize_t place = 0; place < named; place++) {
         PyObject *name = PyTuple_GetItem(names, place), *value = arguments[given + place];
@@ -154,11 +154,11 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
         NativeCall *call = find_call(self, group, op, array);
         if (call != NULL && (has_input || ignores_input(call))) {
             Py_INCREF((PyObject *)call);
-            result = later ? begin_remembered(self, call, array, out, timeout)
+            result = later ? start_remembered(self, call, array, out, timeout)
                            : run_call((PyObject *)call, array, out, Py_None, timeout);
             if (result == Py_None) {
-                Py_CLEAR(result); /* nothing was done */
-            } else if (result != NULL && !later && call->nothing != Py_None) {
+                Py_CLEAR(result); /* fall back */
+            } else if (result != NULL && !later && call->no_result != Py_None) {
                 Py_DECREF(result);
                 result = Py_NewRef(Py_None);
             }
@@ -169,9 +169,9 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
     return result;
 }
 
-static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged,
-                               PyObject *names) {
-    Entrance *self = (Entrance *)object;
+static PyObject *call_dispatch_call(PyObject *object, PyObject *const *arguments, size_t flagged,
+                                    PyObject *names) {
+    CallDispatch *self = (CallDispatch *)object;
     const Py_ssize_t given = GIVEN(flagged);
     PyObject *result = run_remembered(self, arguments, given, names);
     return result != NULL || PyErr_Occurred()
@@ -180,7 +180,7 @@ static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, siz
 }
 
 /* Cache a persistent call; the oldest entry of its set is evicted. */
-static void keep_call(Entrance *self, NativeCall *call) {
+static void keep_call(CallDispatch *self, NativeCall *call) {
     const Form *form = &call->input;
     PyObject *const communicator = (PyObject *)call->communicator;
     Remembered **place =
@@ -194,62 +194,62 @@ static void keep_call(Entrance *self, NativeCall *call) {
     remember(&self->face, place, (Remembered *)call);
 }
 
-/* remember(op, call, prepared_calls): cache a persistent call. */
-static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
-    PyObject *op, *call, *prepared_calls;
-    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
+/* remember(op, call, persistent_calls): cache a persistent call. */
+static PyObject *call_dispatch_remember(PyObject *object, PyObject *arguments) {
+    PyObject *op, *call, *persistent_calls;
+    if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &persistent_calls)) return NULL;
     if (Py_TYPE(call) == native_call_type && ((NativeCall *)call)->face == NULL) {
         NativeCall *made = (NativeCall *)call;
-        PyObject *before[] = {made->op, made->prepared_calls};
+        PyObject *before[] = {made->op, made->persistent_calls};
         made->op = Py_NewRef(op);
-        made->prepared_calls = Py_NewRef(prepared_calls);
+        made->persistent_calls = Py_NewRef(persistent_calls);
         Py_XDECREF(before[0]);
         Py_XDECREF(before[1]);
-        keep_call((Entrance *)object, made);
+        keep_call((CallDispatch *)object, made);
     }
     Py_RETURN_NONE;
 }
 
 /* recall(call): cache a persistent call again after its eviction; ignore one never cached. */
-static PyObject *entrance_recall(PyObject *object, PyObject *call) {
+static PyObject *call_dispatch_recall(PyObject *object, PyObject *call) {
     if (Py_TYPE(call) == native_call_type && ((NativeCall *)call)->face == NULL &&
         ((NativeCall *)call)->op != NULL)
-        keep_call((Entrance *)object, (NativeCall *)call);
+        keep_call((CallDispatch *)object, (NativeCall *)call);
     Py_RETURN_NONE;
 }
 
-/* Entrance(positions, takes_numbers, *, members). */
-static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+/* CallDispatch(positions, takes_numbers, *, members). */
+static PyObject *call_dispatch_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     int positions, takes_numbers;
     if (!PyArg_ParseTuple(arguments, "ip", &positions, &takes_numbers)) return NULL;
-    Entrance *self = new_holding(type, keywords);
+    CallDispatch *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
     self->positions = positions;
     self->takes_numbers = takes_numbers;
-    self->face.vectorcall = entrance_call;
+    self->face.vectorcall = call_dispatch_call;
     return (PyObject *)self;
 }
 
-static PyMemberDef entrance_members[] = {
-    HOLDS(Entrance, face.function, "function"),
-    HOLDS(Entrance, face.state, "state"),
-    HELD(Entrance, nothing),
-    HELD(Entrance, second),
-    HELD(Entrance, usual),
-    HELD(Entrance, home),
-    CALLED_BY(Entrance),
+static PyMemberDef call_dispatch_members[] = {
+    HOLDS(CallDispatch, face.function, "function"),
+    HOLDS(CallDispatch, face.state, "state"),
+    HELD(CallDispatch, no_input),
+    HELD(CallDispatch, second),
+    HELD(CallDispatch, usual),
+    HELD(CallDispatch, home),
+    CALLED_BY(CallDispatch),
     {NULL},
 };
 
-static PyMethodDef entrance_methods[] = {
-    {"remember", entrance_remember, METH_VARARGS,
-     "Cache a persistent call: (op, call, prepared_calls)."},
-    {"recall", entrance_recall, METH_O, "Cache a persistent call again after its eviction."},
+static PyMethodDef call_dispatch_methods[] = {
+    {"remember", call_dispatch_remember, METH_VARARGS,
+     "Cache a persistent call: (op, call, persistent_calls)."},
+    {"recall", call_dispatch_recall, METH_O, "Cache a persistent call again after its eviction."},
     FACE_METHODS,
     {NULL},
 };
 
 /* Replaces a public function: runs its persistent calls in C, and calls it for all others. */
-TYPE(Entrance, entrance, entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
+TYPE(CallDispatch, call_dispatch, call_dispatch_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
      NULL, /* `__doc__` is the function's */
-     {Py_tp_new, entrance_new}, {Py_tp_methods, entrance_methods}, FACE, HOLDING)
+     {Py_tp_new, call_dispatch_new}, {Py_tp_methods, call_dispatch_methods}, FACE, HOLDING)

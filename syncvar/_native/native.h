@@ -32,35 +32,14 @@
 /* -- objects ----------------------------------------------------------------------------------- */
 
 /* Names of attributes and arguments. */
-#define NAMES(X)                                                                                   \
-    X(_beneath)                                                                                    \
-    X(_communicator)                                                                               \
-    X(_ground)                                                                                     \
-    X(_references)                                                                                 \
-    X(_shown)                                                                                      \
-    X(acquire)                                                                                     \
-    X(adopt)                                                                                       \
-    X(begin)                                                                                       \
-    X(continue_in_engine)                                                                          \
-    X(copy)                                                                                        \
-    X(fingerprint)                                                                                 \
-    X(info_of)                                                                                     \
-    X(interrupt)                                                                                   \
-    X(request_of_published)                                                                        \
-    X(append)                                                                                      \
-    X(array)                                                                                       \
-    X(async_op)                                                                                    \
-    X(channel)                                                                                     \
-    X(co_filename)                                                                                 \
-    X(default)                                                                                     \
-    X(engine)                                                                                      \
-    X(f_lasti)                                                                                     \
-    X(group)                                                                                       \
-    X(is_alert)                                                                                    \
-    X(is_bound)                                                                                    \
-    X(locked)                                                                                      \
-    X(out)                                                                                         \
-    X(prepared_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view) X(world)
+/* clang-format off */
+#define NAMES(X) \
+    X(_beneath) X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) \
+    X(array) X(async_op) X(channel) X(co_filename) X(continue_async) X(continue_in_engine) \
+    X(copy) X(default) X(engine) X(f_lasti) X(fingerprint) X(group) X(info_of) X(interrupt) \
+    X(is_alert) X(is_bound) X(locked) X(out) X(persistent_calls) X(release) X(remove) \
+    X(request_of_published) X(stack) X(start) X(tag) X(timeout) X(uneven) X(view) X(world)
+/* clang-format on */
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
@@ -86,17 +65,12 @@ int intern_names(void);
         "syncvar._native.native." #NAME, sizeof(NAME),        0,                                   \
         Py_TPFLAGS_DEFAULT | (FLAGS),    PREFIX##_type_slots,                                      \
     };
-#define TYPES(X)                                                                                   \
-    X(admission_state)                                                                             \
-    X(communicator_state)                                                                          \
-    X(variable_counters)                                                                           \
-    X(check_gate)                                                                                  \
-    X(copy_guard)                                                                                  \
-    X(channel_state)                                                                               \
-    X(program)                                                                                     \
-    X(run)                                                                                         \
-    X(native_call)                                                                                 \
-    X(async_call) X(entrance) X(write) X(look) X(read) X(group) X(end) X(message_entrance)
+/* clang-format off */
+#define TYPES(X) \
+    X(admission_state) X(communicator_state) X(variable_counters) X(check_gate) X(copy_guard) \
+    X(channel_state) X(program) X(run) X(native_call) X(async_call) X(call_dispatch) X(write) \
+    X(look) X(read) X(group) X(end) X(message_dispatch)
+/* clang-format on */
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
@@ -118,7 +92,7 @@ int is_unlocked(PyObject *lock);
 int is_free(PyObject *engine, PyObject *lock);
 int try_acquire(PyObject *lock);
 void release(PyObject *lock);
-int record(PyObject *add, PyObject *info, PyObject *number, PyObject *begin);
+int record(PyObject *add, PyObject *info, PyObject *number, PyObject *began);
 int64_t now_ns(void);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
@@ -353,7 +327,7 @@ typedef struct {
     int size, rank, turn;            /* turn: last used slot of the ring */
     Patience patience;
     Stores stores;
-    PyObject *begun; /* the open AsyncCall, borrowed; it removes itself when it is freed */
+    PyObject *open_call; /* the open AsyncCall, borrowed; it removes itself when it is freed */
 } ChannelState;
 
 static inline uint64_t seen(const uint64_t *word) {
@@ -394,7 +368,7 @@ typedef struct {
     Named *named;
     int memories;
     int64_t scratch_bytes;
-    Arithmetic how;
+    Arithmetic arithmetic;
     Step apply;
     PyObject *kept_code, *kept_named;
 } Program;
@@ -420,11 +394,11 @@ typedef struct {
 } Span;
 
 int bind_vector(Run *self, const Span *input, const Span *output, int count,
-                const uint64_t *sources, const uint64_t *targets, int tells);
+                const uint64_t *sources, const uint64_t *targets, int moves_blocks);
 long long advance_run(Run *self, Py_ssize_t end);
 
 PyObject *note_change(PyObject *module, PyObject *unused);
-PyObject *run_call(PyObject *native_call, PyObject *x, PyObject *out, PyObject *said,
+PyObject *run_call(PyObject *native_call, PyObject *x, PyObject *out, PyObject *spec,
                    PyObject *timeout);
 
 #endif

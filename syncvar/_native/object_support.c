@@ -13,11 +13,11 @@ int intern_names(void) {
 
 /* -- references -------------------------------------------------------------------------------- */
 
-static const PyMemberDef nothing[] = {{NULL}};
+static const PyMemberDef no_members[] = {{NULL}};
 
 static const PyMemberDef *members_of(PyObject *object) {
     const PyMemberDef *members = PyType_GetSlot(Py_TYPE(object), Py_tp_members);
-    return members == NULL ? nothing : members;
+    return members == NULL ? no_members : members;
 }
 
 static PyObject **held_by(PyObject *object, const PyMemberDef *member) {
@@ -145,12 +145,12 @@ int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Add an ended call to the flight recorder; NULL for number or begin means an exception is set. */
-int record(PyObject *add, PyObject *info, PyObject *number, PyObject *begin) {
+/* Add an ended call to the flight recorder; NULL for number or began means an exception is set. */
+int record(PyObject *add, PyObject *info, PyObject *number, PyObject *began) {
     PyObject *end = PyLong_FromLongLong(now_ns()),
              *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
-    const int are_there = number != NULL && begin != NULL && end != NULL && thread != NULL;
-    PyObject *entry = are_there ? PyTuple_Pack(5, info, number, begin, end, thread) : NULL;
+    const int are_there = number != NULL && began != NULL && end != NULL && thread != NULL;
+    PyObject *entry = are_there ? PyTuple_Pack(5, info, number, began, end, thread) : NULL;
     PyObject *added = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(add, entry, NULL);
     Py_XDECREF(end);
     Py_XDECREF(thread);

@@ -242,10 +242,12 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     place[2] = number;
     end_entry(self, words[FILLED] + length);
     uint64_t answer, gone = 0;
-    Py_BEGIN_ALLOW_THREADS answer =
-        wait_until(self, words + ANSWERS + number % PLACES, (number << 1) - 1, self->patience_ns);
-    if (answer == (number << 1) - 1) gone = pour(self, (uint64_t)call, data, nbytes_of(sort));
-    Py_END_ALLOW_THREADS store(words + ATTENDED, 0);
+    Py_BEGIN_ALLOW_THREADS
+        answer = wait_until(self, words + ANSWERS + number % PLACES, (number << 1) - 1,
+                            self->patience_ns);
+        if (answer == (number << 1) - 1) gone = pour(self, (uint64_t)call, data, nbytes_of(sort));
+    Py_END_ALLOW_THREADS
+    store(words + ATTENDED, 0);
     if (answer < number << 1 && gone < nbytes_of(sort)) {
         PyObject *made = go_on(self, x, call, begin, number, gone);
         Py_XDECREF(made);
@@ -331,10 +333,11 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
     self->stream->next_call = call + 1;
     store(words + USED, used + entry[LENGTH]);
     uint64_t done;
-    Py_BEGIN_ALLOW_THREADS store(words + ANSWERS + number % PLACES, (number << 1) - 1);
-    done = take_parts(self, (uint64_t)call, ((Array *)made)->data, nbytes_of(sort));
-    Py_END_ALLOW_THREADS if (done < nbytes_of(sort)) return go_on(self, made, call, begin, number,
-                                                                  done);
+    Py_BEGIN_ALLOW_THREADS
+        store(words + ANSWERS + number % PLACES, (number << 1) - 1);
+        done = take_parts(self, (uint64_t)call, ((Array *)made)->data, nbytes_of(sort));
+    Py_END_ALLOW_THREADS
+    if (done < nbytes_of(sort)) return go_on(self, made, call, begin, number, done);
     let_go(self);
     return complete(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
 }
@@ -492,9 +495,8 @@ failed:
 }
 
 static PyMethodDef end_methods[] = {
-    {"send", send_now, METH_O,
-     "send(x): True if the message is in the ring, False if nothing was done"},
-    {"receive", receive_now, METH_O, "receive(out): the message, or None if nothing was done"},
+    {"send", send_now, METH_O, "send(x): True if the message is in the ring, False to fall back"},
+    {"receive", receive_now, METH_O, "receive(out): the message, or None to fall back"},
     {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, info)"},
     {"retire", end_retire, METH_NOARGS, "retire(): stop sending and receiving"},
     {NULL},
@@ -526,10 +528,10 @@ TYPE(End, end, end_members, Py_TPFLAGS_HAVE_GC, "Endpoint of the messages of a p
 typedef struct {
     Face face;
     int is_sending;
-} MessageEntrance;
+} MessageDispatch;
 
 /* Return the cache entry of a peer and tag. */
-static Remembered **place_of(MessageEntrance *self, long long peer, long long tag) {
+static Remembered **place_of(MessageDispatch *self, long long peer, long long tag) {
     return self->face.remembered +
            ((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
 }
@@ -544,7 +546,7 @@ static long long plain_number(PyObject *value) {
 
 /* Return whether an endpoint belongs to this thread's world, outside a block of sv.uneven. An
  * endpoint of a job that this process has left refuses calls by itself. */
-static int is_current(const MessageEntrance *self, const End *end) {
+static int is_current(const MessageDispatch *self, const End *end) {
     const int same = peek(self->face.state, name_is_bound) == Py_False &&
                      peek(end->context, name_uneven) == Py_None;
     if (PyErr_Occurred()) PyErr_Clear();
@@ -553,7 +555,7 @@ static int is_current(const MessageEntrance *self, const End *end) {
 
 /* Return the result of the endpoint; None or False if the function has to be called; NULL with an
  * exception. */
-static PyObject *through_end(MessageEntrance *self, PyObject *const *arguments, Py_ssize_t given,
+static PyObject *through_end(MessageDispatch *self, PyObject *const *arguments, Py_ssize_t given,
                              PyObject *names) {
     const Py_ssize_t positions = self->is_sending ? 2 : 1,
                      named = names == NULL ? 0 : PyTuple_Size(names);
@@ -581,9 +583,9 @@ static PyObject *through_end(MessageEntrance *self, PyObject *const *arguments, 
     return made;
 }
 
-static PyObject *message_entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged,
+static PyObject *message_dispatch_call(PyObject *object, PyObject *const *arguments, size_t flagged,
                                        PyObject *names) {
-    MessageEntrance *self = (MessageEntrance *)object;
+    MessageDispatch *self = (MessageDispatch *)object;
     const Py_ssize_t given = GIVEN(flagged);
     PyObject *made = through_end(self, arguments, given, names);
     if (made == Py_True) {
@@ -596,8 +598,8 @@ static PyObject *message_entrance_call(PyObject *object, PyObject *const *argume
 }
 
 /* remember(end, peer, tag): cache the endpoint of a peer and tag in the world. */
-static PyObject *message_entrance_remember(PyObject *object, PyObject *arguments) {
-    MessageEntrance *self = (MessageEntrance *)object;
+static PyObject *message_dispatch_remember(PyObject *object, PyObject *arguments) {
+    MessageDispatch *self = (MessageDispatch *)object;
     PyObject *end;
     long long peer, tag;
     if (!PyArg_ParseTuple(arguments, "OLL", &end, &peer, &tag)) return NULL;
@@ -609,30 +611,30 @@ static PyObject *message_entrance_remember(PyObject *object, PyObject *arguments
     Py_RETURN_NONE;
 }
 
-/* MessageEntrance(is_sending, *, members). */
-static PyObject *message_entrance_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+/* MessageDispatch(is_sending, *, members). */
+static PyObject *message_dispatch_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     int is_sending;
     if (!PyArg_ParseTuple(arguments, "p", &is_sending)) return NULL;
-    MessageEntrance *self = new_holding(type, keywords);
+    MessageDispatch *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
     self->is_sending = is_sending;
-    self->face.vectorcall = message_entrance_call;
+    self->face.vectorcall = message_dispatch_call;
     return (PyObject *)self;
 }
 
-static PyMethodDef message_entrance_methods[] = {
-    {"remember", message_entrance_remember, METH_VARARGS, "remember(end, peer, tag)"},
+static PyMethodDef message_dispatch_methods[] = {
+    {"remember", message_dispatch_remember, METH_VARARGS, "remember(end, peer, tag)"},
     FACE_METHODS,
     {NULL},
 };
 
-static PyMemberDef message_entrance_members[] = {HOLDS(MessageEntrance, face.function, "function"),
-                                                 HOLDS(MessageEntrance, face.state, "state"),
-                                                 CALLED_BY(MessageEntrance),
+static PyMemberDef message_dispatch_members[] = {HOLDS(MessageDispatch, face.function, "function"),
+                                                 HOLDS(MessageDispatch, face.state, "state"),
+                                                 CALLED_BY(MessageDispatch),
                                                  {NULL}};
 
 /* Replaces send or recv: makes messages of the world in C, and calls the function for all others.
  */
-TYPE(MessageEntrance, message_entrance, message_entrance_members,
+TYPE(MessageDispatch, message_dispatch, message_dispatch_members,
      Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, NULL, /* `__doc__` is the function's */
-     {Py_tp_new, message_entrance_new}, {Py_tp_methods, message_entrance_methods}, FACE, HOLDING)
+     {Py_tp_new, message_dispatch_new}, {Py_tp_methods, message_dispatch_methods}, FACE, HOLDING)

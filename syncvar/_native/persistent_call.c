@@ -30,7 +30,7 @@ int fit_still(const NativeCall *self, const Form *form, PyObject *arrays, int fl
 
 /* Return the output: the target, or new arrays. */
 PyObject *make_result(const NativeCall *self, PyObject *target) {
-    if (self->nothing != Py_None) return Py_NewRef(self->nothing);
+    if (self->no_result != Py_None) return Py_NewRef(self->no_result);
     if (target != Py_None) return Py_NewRef(target);
     return self->leaf_count ? make_leaves(self)
                             : PyObject_Call(make_array, self->make_arguments, NULL);
@@ -45,10 +45,10 @@ int are_all_put(const NativeCall *self) {
 
 /* Return whether the call ignores the input: the rank only receives. */
 int ignores_input(const NativeCall *self) {
-    int nothing = self->put_count == 0 && !self->is_long;
+    int ignores = self->put_count == 0 && !self->is_long;
     for (int take = 0; take < self->take_count; take++)
-        nothing = nothing && self->takes[take].rank >= 0;
-    return nothing;
+        ignores = ignores && self->takes[take].rank >= 0;
+    return ignores;
 }
 
 /* Return the caller's result: the array, the list of its parts, or the pytree. */
@@ -69,26 +69,26 @@ PyObject *result_of(const NativeCall *self, PyObject *output) {
 
 /* -- construction ------------------------------------------------------------------------------ */
 
-/* learn(sources, into_all, by_owners, last_side, program): add the program for a placement of long
- * vectors. The first one must be for copied inputs. */
-static PyObject *native_call_learn(PyObject *object, PyObject *arguments) {
+/* add_program(sources, into_all, by_owners, last_side, program): add the program for a placement of
+ * long vectors. The first one must be for copied inputs. */
+static PyObject *native_call_add_program(PyObject *object, PyObject *arguments) {
     NativeCall *self = (NativeCall *)object;
-    Known found = {0};
+    Placement found = {0};
     unsigned long long sources;
     if (!PyArg_ParseTuple(arguments, "KppiO!", &sources, &found.into_all, &found.by_owners,
                           &found.last_side, program_type, &found.program))
         return NULL;
     found.sources = sources;
-    int pattern = 0;
-    for (; pattern < PATTERNS && self->known[pattern].program != NULL; pattern++) {
-        const Known *known = &self->known[pattern];
-        if (known->sources == found.sources && known->into_all == found.into_all &&
-            known->by_owners == found.by_owners)
+    int index = 0;
+    for (; index < PLACEMENTS_MAX && self->placements[index].program != NULL; index++) {
+        const Placement *placement = &self->placements[index];
+        if (placement->sources == found.sources && placement->into_all == found.into_all &&
+            placement->by_owners == found.by_owners)
             Py_RETURN_NONE; /* known already: the others came late */
     }
-    if (pattern == PATTERNS) Py_RETURN_NONE; /* others are left to Python */
+    if (index == PLACEMENTS_MAX) Py_RETURN_NONE; /* others are left to Python */
     Py_INCREF((PyObject *)found.program);
-    self->known[pattern] = found;
+    self->placements[index] = found;
     if (found.program->memories > self->memories) self->memories = found.program->memories;
     if (found.program->scratch_bytes > self->scratch_bytes)
         self->scratch_bytes = found.program->scratch_bytes;
@@ -107,11 +107,11 @@ static PyObject *native_call_call(PyObject *object, PyObject *arguments, PyObjec
                     timeout);
 }
 
-/* begin(x, out, timeout, site): see begin_call; `site` is the text of the call site. */
-static PyObject *native_call_begin(PyObject *object, PyObject *arguments) {
+/* start(x, out, timeout, site): see start_call; `site` is the text of the call site. */
+static PyObject *native_call_start(PyObject *object, PyObject *arguments) {
     PyObject *x, *out, *timeout, *site;
     if (!PyArg_ParseTuple(arguments, "OOOO", &x, &out, &timeout, &site)) return NULL;
-    return begin_call((NativeCall *)object, x, out, timeout, site, Py_None);
+    return start_call((NativeCall *)object, x, out, timeout, site, Py_None);
 }
 
 static int native_call_clear(PyObject *object) {
@@ -156,9 +156,9 @@ static int check_places(const NativeCall *self) {
         good = good && self->put_count == 1 && self->puts[0].nbytes == input &&
                (self->term_count == 0 || input == output) && !self->is_long &&
                is_within(self->ring, self->ring ? RING_SLOTS * slot : 0, self->channel->memory.len);
-    if (self->how.half) /* the terms are the inputs, widened into the slots */
+    if (self->arithmetic.half) /* the terms are the inputs, widened into the slots */
         good = good && self->put_count == 1 && self->puts[0].from == 0 && self->puts[0].to == 0 &&
-               self->puts[0].nbytes == input && self->how.width == sizeof(float) &&
+               self->puts[0].nbytes == input && self->arithmetic.width == sizeof(float) &&
                self->term_count > 0 && are_all_put(self);
     if (!good)
         PyErr_SetString(
@@ -170,29 +170,37 @@ static int check_places(const NativeCall *self) {
 /* NativeCall(spec): a `NativeCallSpec` of persistent_call.py, which explains the fields. */
 static PyObject *native_call_new(PyTypeObject *type, PyObject *arguments, PyObject *unused) {
     (void)unused;
-    PyObject *spec, *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *kinds, *leaves;
-    unsigned long long digest, detail;
+    static char *names[] = {
+        "fingerprint", "detail",  "moves_blocks", "input_form", "output_form", "puts",
+        "takes",       "terms",   "arithmetic",   "ring",       "parts",       "is_everywhere",
+        "reads",       "is_long", "groups",       "leaves",     NULL};
+    PyObject *spec, *dtypes[2], *shapes[2], *puts, *takes, *terms, *arithmetic, *groups, *leaves;
+    unsigned long long fingerprint, detail;
     if (!PyArg_ParseTuple(arguments, "O:NativeCall", &spec)) return NULL;
     PyObject *objects = PyObject_CallMethod(spec, "objects", NULL),
-             *numbers = objects == NULL ? NULL : PyObject_CallMethod(spec, "numbers", NULL);
-    NativeCall *self = numbers == NULL ? NULL : new_holding(type, objects);
+             *values = objects == NULL ? NULL : PyObject_CallMethod(spec, "values", NULL),
+             *none = values == NULL ? NULL : PyTuple_New(0);
+    NativeCall *self = none == NULL ? NULL : new_holding(type, objects);
     Py_XDECREF(objects);
     if (self == NULL) {
-        Py_XDECREF(numbers);
+        Py_XDECREF(values);
+        Py_XDECREF(none);
         return NULL;
     }
-    self->kept_numbers = numbers; /* owns what the names below borrow */
-    if (!PyArg_ParseTuple(numbers, "KKp(OO)(OO)OOOOnipppOO", &digest, &detail, &self->tells,
-                          &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts, &takes, &terms,
-                          &how, &self->ring, &self->parts, &self->everyone, &self->reads,
-                          &self->is_long, &kinds, &leaves))
-        goto failed;
-    self->digest = digest;
+    self->kept_values = values; /* owns what the names below borrow */
+    const int is_read = PyArg_ParseTupleAndKeywords(
+        none, values, "$KKp(OO)(OO)OOOOnipppOO", names, &fingerprint, &detail, &self->moves_blocks,
+        &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts, &takes, &terms, &arithmetic,
+        &self->ring, &self->parts, &self->is_everywhere, &self->reads, &self->is_long, &groups,
+        &leaves);
+    Py_DECREF(none);
+    if (!is_read) goto failed;
+    self->fingerprint = fingerprint;
     self->detail = detail;
     if (!PyObject_TypeCheck((PyObject *)self->channel, channel_state_type) ||
         !self->channel->is_bound ||
         !PyObject_TypeCheck((PyObject *)self->communicator, communicator_state_type) ||
-        !PyList_Check(self->begun))
+        !PyList_Check(self->async_calls))
         goto wrong;
     if (!read_form(dtypes[0], shapes[0], &self->input) ||
         !read_form(dtypes[1], shapes[1], &self->output))
@@ -202,16 +210,17 @@ static PyObject *native_call_new(PyTypeObject *type, PyObject *arguments, PyObje
     self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
     self->term_count = read_copies(terms, self->terms, RANKS_MAX);
     if (self->put_count < 0 || self->take_count < 0 || self->term_count < 0) goto failed;
-    if (!read_arithmetic(how, &self->how, &self->apply)) goto wrong;
-    if (!read_leaves(self, kinds, leaves)) goto wrong;
-    const int combines = self->how.fold.loop != NULL || (self->kind_count > 1 && !self->is_long);
+    if (!read_arithmetic(arithmetic, &self->arithmetic, &self->apply)) goto wrong;
+    if (!read_leaves(self, groups, leaves)) goto wrong;
+    const int combines =
+        self->arithmetic.fold.loop != NULL || (self->group_count > 1 && !self->is_long);
     if ((self->term_count > 0) != combines || (self->apply.loop != NULL && self->term_count == 0))
         goto wrong;
     if (!check_places(self)) goto failed;
     if (self->leaf_count && !self->is_long && (!are_all_put(self) || self->term_count == 0))
         goto wrong;
-    if (self->leaf_count && (self->tells || self->reads || self->parts ||
-                             self->nothing != Py_None || self->apply.loop != NULL))
+    if (self->leaf_count && (self->moves_blocks || self->reads || self->parts ||
+                             self->no_result != Py_None || self->apply.loop != NULL))
         goto wrong;
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
     if (self->make_arguments == NULL) goto failed;
@@ -233,37 +242,37 @@ static PyMemberDef native_call_members[] = {
     HELD(NativeCall, add),
     HELD(NativeCall, info),
     HELD(NativeCall, call),
-    HELD(NativeCall, begun),
+    HELD(NativeCall, async_calls),
     HELD(NativeCall, work),
     HELD(NativeCall, gil_monitor),
-    HELD(NativeCall, nothing),
+    HELD(NativeCall, no_result),
     HELD(NativeCall, structure),
     HELD(NativeCall, leaves_type),
     HOLDS(NativeCall, make_arguments, "_make_arguments"),
     HOLDS(NativeCall, leaf_arguments, "_leaf_arguments"),
-    HOLDS(NativeCall, kept_numbers, "_numbers"),
+    HOLDS(NativeCall, kept_values, "_values"),
     HOLDS(NativeCall, kept_leaves, "_leaves"),
-    HOLDS(NativeCall, kept_kinds, "_kinds"),
+    HOLDS(NativeCall, kept_groups, "_groups"),
     HOLDS(NativeCall, kept_room, "_room"),
     HOLDS(NativeCall, face, "_face"),
     HOLDS(NativeCall, op, "_op"),
-    HOLDS(NativeCall, prepared_calls, "_prepared_calls"),
+    HOLDS(NativeCall, persistent_calls, "_persistent_calls"),
     HOLDS(NativeCall, input.dtype, "_brought"),
     HOLDS(NativeCall, output.dtype, "_made"),
-    HOLDS(NativeCall, how.fold.owner, "_fold"),
-    HOLDS(NativeCall, how.divide.owner, "_divide"),
+    HOLDS(NativeCall, arithmetic.fold.owner, "_fold"),
+    HOLDS(NativeCall, arithmetic.divide.owner, "_divide"),
     HOLDS(NativeCall, apply.owner, "_apply"),
-    HOLDS(NativeCall, known[0].program, "_first"),
-    HOLDS(NativeCall, known[1].program, "_second"),
-    HOLDS(NativeCall, known[2].program, "_third"),
-    HOLDS(NativeCall, known[3].program, "_fourth"),
+    HOLDS(NativeCall, placements[0].program, "_first"),
+    HOLDS(NativeCall, placements[1].program, "_second"),
+    HOLDS(NativeCall, placements[2].program, "_third"),
+    HOLDS(NativeCall, placements[3].program, "_fourth"),
     {NULL},
 };
 
 static PyMethodDef native_call_methods[] = {
-    {"learn", native_call_learn, METH_VARARGS, "Add the program for a placement of long vectors."},
-    {"begin", native_call_begin, METH_VARARGS,
-     "Begin an asynchronous call: (x, out, timeout, site)."},
+    {"add_program", native_call_add_program, METH_VARARGS,
+     "Add the program for a placement of long vectors."},
+    {"start", native_call_start, METH_VARARGS, "Start the call: (x, out, timeout, site)."},
     {NULL},
 };
 

@@ -14,19 +14,20 @@
 typedef struct {
     PyObject *x, *out, *spec, *timeout;
     PyObject *input, *target;                 /* the arrays of x and of out, or tuples of several */
-    PyObject *info, *output, *number, *begin; /* CallInfo, output, call number, start time */
+    PyObject *info, *output, *number, *began; /* CallInfo, output, call number, start time */
     Span one[2], *spans;                      /* memory of the inputs, then of the outputs */
     PyObject *kept_spans;
-    Run *run;                /* run of a long vector */
-    int has_lock;            /* it has the lock of the group's calls */
-    uint64_t digest, source; /* published: the call, and the location of the cells or the input */
+    Run *run;     /* run of a long vector */
+    int has_lock; /* it has the lock of the group's calls */
+    uint64_t fingerprint,
+        source; /* published: the call, and the location of the cells or the input */
 } Attempt;
 
 /* State of an attempt. */
 typedef enum {
     READY,         /* set up; nothing is published yet */
     COMPLETED,     /* the result is there */
-    FALL_BACK,     /* nothing has been changed: Python has to make the call */
+    FALL_BACK,     /* nothing has changed: Python has to make the call */
     PUBLISHED,     /* phase 0 is published: the engine has to continue */
     RUN_SUSPENDED, /* the run has to wait: the engine has to continue it */
     FAILED,        /* an exception is set */
@@ -38,7 +39,7 @@ static char *data_of(PyObject *array) { return ((Array *)array)->data; }
 static int do_not_overlap(const NativeCall *self, PyObject *x, PyObject *out) {
     if (self->leaf_count) return !self->is_long || leaves_do_not_overlap(self, x, out);
     const char *input = ((Array *)x)->data, *output = ((Array *)out)->data;
-    if (self->is_long && !self->tells && input == output) return 1;
+    if (self->is_long && !self->moves_blocks && input == output) return 1;
     return input + self->input.nbytes <= output || output + self->output.nbytes <= input ||
            (x == out && self->term_count == 0 && !self->parts) || are_all_put(self);
 }
@@ -65,7 +66,7 @@ static const char *place_in(const NativeCall *self, const Copy *copy, int side, 
  * output does not overwrite bytes that are still to be read. */
 static int reads_input(const NativeCall *self, const char *input, const char *out) {
     const Py_ssize_t nbytes = self->output.nbytes;
-    return self->ring >= 0 && !self->how.half && input != NULL &&
+    return self->ring >= 0 && !self->arithmetic.half && input != NULL &&
            (input == out || input + nbytes <= out || out + nbytes <= input);
 }
 
@@ -76,8 +77,8 @@ static void combine_terms(const NativeCall *self, int side, const char *input, c
         terms[term] = self->terms[term].rank == self->channel->rank && reads_input(self, input, out)
                           ? input
                           : place_in(self, &self->terms[term], side, input);
-    fold_terms(&self->how, &self->apply, terms, self->term_count, out,
-               in_slots(self, &self->output) / self->how.width);
+    fold_terms(&self->arithmetic, &self->apply, terms, self->term_count, out,
+               in_slots(self, &self->output) / self->arithmetic.width);
 }
 
 /* Make the result of a call on which all ranks agree. */
@@ -101,7 +102,8 @@ void finish(const NativeCall *self, int side, const char *input, PyObject *outpu
 /* Return whether a call may begin now: the engine admits calls, nothing is queued, and no other
  * thread is in a call of the group. */
 int may_begin(const NativeCall *self) {
-    if (self->channel->begun != NULL && end_async_call(self->channel->begun, 0) < 0) PyErr_Clear();
+    if (self->channel->open_call != NULL && end_async_call(self->channel->open_call, 0) < 0)
+        PyErr_Clear();
     return self->channel->is_settled && PyObject_Size(self->queue) == 0 &&
            is_free(self->engine, self->busy);
 }
@@ -118,7 +120,8 @@ void publish_call(const NativeCall *self, long long call, uint64_t check, uint64
     ChannelState *channel = self->channel;
     const int side = (int)channel->side;
     uint64_t *entry = channel->words + channel->entry;
-    if (self->tells || self->is_long) /* if only details differ, the others need the plain check */
+    if (self->moves_blocks ||
+        self->is_long) /* if only details differ, the others need the plain check */
         store(entry + channel->source_at + side, source);
     channel->last = (call << 1) + 2;
     if (channel->phase || entry[channel->done_at]) {
@@ -126,7 +129,7 @@ void publish_call(const NativeCall *self, long long call, uint64_t check, uint64
         channel->phase = 0;
         store(entry + channel->phase_at, 0);
     }
-    if (self->tells || self->ring >= 0 || self->is_long)
+    if (self->moves_blocks || self->ring >= 0 || self->is_long)
         store(entry + channel->target_at + side, target);
     store(entry + channel->check_at + side, check);
     store(entry, (uint64_t)channel->last | (uint64_t)side);
@@ -156,8 +159,8 @@ uint64_t put_own(const NativeCall *self, int side, PyObject *input) {
                           : channel->slots[channel->rank] + side * channel->side_bytes);
     if (self->leaf_count)
         put_leaves(self, own, input);
-    else if (self->how.half)
-        widen(self->how.half, data_of(input), (float *)own, self->input.nbytes / 2);
+    else if (self->arithmetic.half)
+        widen(self->arithmetic.half, data_of(input), (float *)own, self->input.nbytes / 2);
     else
         for (int put = 0; put < self->put_count; put++)
             copy_out(&channel->stores, own + self->puts[put].to,
@@ -172,14 +175,16 @@ uint64_t put_own(const NativeCall *self, int side, PyObject *input) {
 static Result wait_small(NativeCall *self, Attempt *attempt, uint64_t check) {
     const int taken = try_acquire(self->busy);
     if (taken < 0) {
-        interrupt_call(self, attempt->number, attempt->begin, attempt->spec);
+        interrupt_call(self, attempt->number, attempt->began, attempt->spec);
         return FAILED;
     }
     attempt->has_lock = taken;
     int agree;
-    Py_BEGIN_ALLOW_THREADS agree = all_agree(self, check, PATIENCE_NS);
-    Py_END_ALLOW_THREADS const int written = IN_ONE_PIECE | ALIGNED | WRITEABLE;
-    const int is_unchanged = self->leaf_count || self->nothing != Py_None
+    Py_BEGIN_ALLOW_THREADS
+        agree = all_agree(self, check, PATIENCE_NS);
+    Py_END_ALLOW_THREADS
+    const int written = IN_ONE_PIECE | ALIGNED | WRITEABLE;
+    const int is_unchanged = self->leaf_count || self->no_result != Py_None
                                  ? fit_still(self, &self->output, attempt->output, written)
                                  : fits(&self->output, attempt->output, written) &&
                                        fits(&self->input, attempt->input, IN_ONE_PIECE | ALIGNED);
@@ -191,7 +196,8 @@ static Result run_small(NativeCall *self, Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
     const uint64_t location = put_own(self, side, attempt->input);
-    const uint64_t plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
+    const uint64_t plain = attempt->fingerprint + (uint64_t)call * SPREAD,
+                   check = plain + self->detail;
     publish_call(self, call, check, plain, location);
     if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) {
         const Result state = wait_small(self, attempt, check);
@@ -207,12 +213,13 @@ static uint64_t offset_of(const ChannelState *channel, const char *memory) {
     return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
 }
 
-/* Return whether a published word means a copied input: it has the side and page of its cells, and
- * no offset. */
+/* Return whether the source of a rank means a copied input: it has the side and page of its cells,
+ * and no offset. "The channel protocol" of docs/internals.md explains sources and targets. */
 static int is_copied_input(uint64_t location) { return location < 2 || location & AT_PAGE; }
 
 /* Find the program for the placement that all ranks have published; NULL if it is not known yet. */
-static const Known *find_known(const NativeCall *self, uint64_t *sources, uint64_t *targets) {
+static const Placement *find_placement(const NativeCall *self, uint64_t *sources,
+                                       uint64_t *targets) {
     const ChannelState *channel = self->channel;
     const int side = (int)channel->side;
     uint64_t bits = 0;
@@ -226,11 +233,11 @@ static const Known *find_known(const NativeCall *self, uint64_t *sources, uint64
         by_owners =
             by_owners || (!is_copied_input(sources[rank]) && sources[rank] >> 1 == targets[rank]);
     }
-    for (int pattern = 0; pattern < PATTERNS; pattern++) {
-        const Known *known = &self->known[pattern];
-        if (known->program != NULL && known->sources == bits && known->into_all == into_all &&
-            known->by_owners == by_owners)
-            return known;
+    for (int index = 0; index < PLACEMENTS_MAX; index++) {
+        const Placement *placement = &self->placements[index];
+        if (placement->program != NULL && placement->sources == bits &&
+            placement->into_all == into_all && placement->by_owners == by_owners)
+            return placement;
     }
     return NULL;
 }
@@ -258,7 +265,7 @@ static uint64_t publish_locations(const NativeCall *self, const char *x) {
  * they are written again. This gains nothing for vectors of ranks that share cores. */
 static uint64_t cells_for(const NativeCall *self) {
     ChannelState *channel = self->channel;
-    const Program *program = self->known[0].program;
+    const Program *program = self->placements[0].program;
     int64_t used = 0;
     for (int memory = 0; memory < program->memories; memory++) {
         const Named *named = &program->named[memory];
@@ -266,27 +273,27 @@ static uint64_t cells_for(const NativeCall *self) {
         used = named->place ? channel->segment_bytes : used > named->nbytes ? used : named->nbytes;
     }
     const uint64_t side = (uint64_t)(channel->tail ^ 1), pages = (uint64_t)(used + PAGE - 1) / PAGE;
-    if (pages == 0 || (!self->tells && channel->patience.shares_cores)) return side;
+    if (pages == 0 || (!self->moves_blocks && channel->patience.shares_cores)) return side;
     channel->turn = (channel->turn + 1) % RING_SLOTS;
     const uint64_t places = (uint64_t)channel->segment_bytes / PAGE / pages;
     return side | (uint64_t)(channel->turn / 2) % places * pages << 1;
 }
 
-/* The same as find_known for blocks, which go by cells or are read directly. */
-static const Known *find_known_move(const NativeCall *self, uint64_t *sides) {
+/* The same as find_placement for blocks, which go by cells or are read directly. */
+static const Placement *find_move_placement(const NativeCall *self, uint64_t *sides) {
     const ChannelState *channel = self->channel;
     uint64_t all = READS | RESIDENT, any = 0;
     for (int rank = 0; rank < channel->size; rank++) {
         const uint64_t mark = seen(channel->words + entry_of(channel, rank) + channel->target_at +
                                    (int)channel->side);
-        sides[rank] = mark >> 3;
+        sides[rank] = mark >> OFFER_BITS;
         all &= mark;
         any |= mark & LOCATED;
     }
-    const uint64_t pattern = all ? 1 : 0;
-    return (all || !any) && self->known[pattern].sources == pattern &&
-                   self->known[pattern].program != NULL
-               ? &self->known[pattern]
+    const uint64_t index = all ? 1 : 0;
+    return (all || !any) && self->placements[index].sources == index &&
+                   self->placements[index].program != NULL
+               ? &self->placements[index]
                : NULL;
 }
 
@@ -306,41 +313,43 @@ static Result run_long(const NativeCall *self, const Attempt *attempt, long long
     const int arrays = self->leaf_count ? self->span_count : 1;
     const Span *const input = attempt->spans, *const output = input + arrays;
     uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
-    const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD,
+    const uint64_t source = attempt->source, plain = attempt->fingerprint + (uint64_t)call * SPREAD,
                    check = plain + self->detail;
     channel->side ^= 1;
-    const uint64_t offer = self->tells ? publish_locations(self, input->at) : 0;
-    if (self->tells ? offer == 0 : is_copied_input(source)) {
+    const uint64_t offer = self->moves_blocks ? publish_locations(self, input->at) : 0;
+    if (self->moves_blocks ? offer == 0 : is_copied_input(source)) {
         advance_run(run, run->program->opening);
         channel->tail = (long long)(source & 1);
     }
-    if (self->kind_count > self->rider) put_own(self, (int)channel->side, attempt->input);
-    if (self->tells)
-        publish_call(self, call, check, plain, source << 3 | offer);
+    if (self->group_count > self->first_small) put_own(self, (int)channel->side, attempt->input);
+    if (self->moves_blocks)
+        publish_call(self, call, check, plain, source << OFFER_BITS | offer);
     else
         publish_call(self, call, check, source,
                      self->leaf_count ? 0 : offset_of(channel, output->at));
     if (!all_agree(self, check, PATIENCE_NS)) return PUBLISHED;
-    if (self->kind_count > self->rider) finish(self, (int)channel->side, NULL, attempt->output);
-    const Known *known =
-        self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
-    if (known == NULL) return PUBLISHED;
-    run->program = known->program; /* the call owns it */
-    if (!bind_vector(run, input, output, arrays, sources, targets, self->tells)) return PUBLISHED;
-    if (known->last_side >= 0) channel->tail = (long long)(source & 1) ^ known->last_side;
-    run->place = known->program->opening;
-    return advance_run(run, known->program->length) ? RUN_SUSPENDED : COMPLETED;
+    if (self->group_count > self->first_small)
+        finish(self, (int)channel->side, NULL, attempt->output);
+    const Placement *placement = self->moves_blocks ? find_move_placement(self, sources)
+                                                    : find_placement(self, sources, targets);
+    if (placement == NULL) return PUBLISHED;
+    run->program = placement->program; /* the call owns it */
+    if (!bind_vector(run, input, output, arrays, sources, targets, self->moves_blocks))
+        return PUBLISHED;
+    if (placement->last_side >= 0) channel->tail = (long long)(source & 1) ^ placement->last_side;
+    run->place = placement->program->opening;
+    return advance_run(run, placement->program->length) == END ? COMPLETED : RUN_SUSPENDED;
 }
 
 /* -- continuing in Python ---------------------------------------------------------------------- */
 
 /* Abort the job: the exception that is set leaves a call in which other ranks take part. */
-void interrupt_call(NativeCall *self, PyObject *number, PyObject *begin, PyObject *spec) {
+void interrupt_call(NativeCall *self, PyObject *number, PyObject *began, PyObject *spec) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
     PyObject *done =
-        PyObject_CallMethodObjArgs(self->call, name_interrupt, number, begin, error, spec, NULL);
+        PyObject_CallMethodObjArgs(self->call, name_interrupt, number, began, error, spec, NULL);
     if (done == NULL) PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, error, trace);
@@ -349,18 +358,18 @@ void interrupt_call(NativeCall *self, PyObject *number, PyObject *begin, PyObjec
 /* Let the engine continue a published call, and its run if it is suspended. The engine serves other
  * calls meanwhile. */
 static PyObject *continue_in_engine(NativeCall *self, const Attempt *attempt, int is_suspended) {
-    PyObject *const number = attempt->number, *const begin = attempt->begin,
+    PyObject *const number = attempt->number, *const began = attempt->began,
                     *const spec = attempt->spec;
     PyObject *request = PyObject_CallMethodObjArgs(
-        self->call, name_request_of_published, number, begin, attempt->input, attempt->target,
+        self->call, name_request_of_published, number, began, attempt->input, attempt->target,
         attempt->output, spec, is_suspended ? (PyObject *)attempt->run : Py_None, (PyObject *)self,
         NULL);
     if (request == NULL) {
-        interrupt_call(self, number, begin, spec);
+        interrupt_call(self, number, began, spec);
         return NULL;
     }
     PyObject *result = PyObject_CallMethodObjArgs(self->call, name_continue_in_engine, request,
-                                                  begin, attempt->timeout, NULL);
+                                                  began, attempt->timeout, NULL);
     Py_DECREF(request);
     return result;
 }
@@ -386,14 +395,14 @@ static int bind_own(const NativeCall *self, Attempt *attempt) {
     const uint64_t lies = self->leaf_count
                               ? (uint64_t)(lies_alone(self, input) || lies_alone(self, output))
                               : offset_of(channel, input->at),
-                   location = self->everyone || input->at != output->at ? lies : 0;
+                   location = self->is_everywhere || input->at != output->at ? lies : 0;
     uint64_t own[RANKS_MAX] = {0};
-    if (self->tells || location == 0)
-        attempt->source = cells_for(self) | (self->tells ? 0 : AT_PAGE);
+    if (self->moves_blocks || location == 0)
+        attempt->source = cells_for(self) | (self->moves_blocks ? 0 : AT_PAGE);
     else
         attempt->source = location << 1 | (uint64_t)(channel->tail ^ 1);
     own[channel->rank] = attempt->source;
-    return bind_vector(attempt->run, input, output, arrays, own, NULL, self->tells) &&
+    return bind_vector(attempt->run, input, output, arrays, own, NULL, self->moves_blocks) &&
            (!self->reads || lies != 0 || is_readable(attempt->input));
 }
 
@@ -411,9 +420,9 @@ static Result set_up(NativeCall *self, Attempt *attempt) {
         attempt->info = Py_NewRef(self->info);
     } else {
         attempt->info = PyObject_CallMethodObjArgs(self->call, name_info_of, spec, NULL);
-        PyObject *digest = peek(attempt->info, name_fingerprint);
-        if (digest == NULL) return FAILED;
-        attempt->digest = PyLong_AsUnsignedLongLongMask(digest);
+        PyObject *fingerprint = peek(attempt->info, name_fingerprint);
+        if (fingerprint == NULL) return FAILED;
+        attempt->fingerprint = PyLong_AsUnsignedLongLongMask(fingerprint);
     }
     attempt->output = attempt->info == NULL ? NULL : make_result(self, attempt->target);
     if (attempt->output == NULL) return FAILED;
@@ -422,7 +431,7 @@ static Result set_up(NativeCall *self, Attempt *attempt) {
         PyObject *kept = PyTuple_Pack(2, attempt->input,
                                       attempt->output); /* the run may outlive this function */
         attempt->run = kept == NULL ? NULL
-                                    : new_run(self->known[0].program, self->channel, kept, 0,
+                                    : new_run(self->placements[0].program, self->channel, kept, 0,
                                               memories, scratch_bytes);
         Py_XDECREF(kept);
         if (attempt->run == NULL) return FAILED;
@@ -443,8 +452,8 @@ static Result set_up(NativeCall *self, Attempt *attempt) {
             return FALL_BACK;
         if (!bind_own(self, attempt)) return PyErr_Occurred() ? FAILED : FALL_BACK;
     }
-    attempt->begin = PyLong_FromLongLong(now_ns());
-    return attempt->begin == NULL ? FAILED : READY;
+    attempt->began = PyLong_FromLongLong(now_ns());
+    return attempt->began == NULL ? FAILED : READY;
 }
 
 /* Make a call that has been set up. Other ranks take part in it from here on. Nothing can fail
@@ -455,8 +464,10 @@ static Result make_call(NativeCall *self, Attempt *attempt) {
     if (!self->is_long) return run_small(self, attempt, call);
     Program *const first = attempt->run->program;
     Result state;
-    Py_BEGIN_ALLOW_THREADS state = run_long(self, attempt, call);
-    Py_END_ALLOW_THREADS Py_INCREF((PyObject *)attempt->run->program);
+    Py_BEGIN_ALLOW_THREADS
+        state = run_long(self, attempt, call);
+    Py_END_ALLOW_THREADS
+    Py_INCREF((PyObject *)attempt->run->program);
     Py_DECREF((PyObject *)first);
     return state;
 }
@@ -465,8 +476,8 @@ PyObject *run_call(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
                    PyObject *timeout) {
     NativeCall *self = (NativeCall *)object;
     Attempt attempt = {
-        .x = x, .out = out, .spec = spec, .timeout = timeout, .digest = self->digest};
-    if (self->nothing != Py_None) attempt.out = Py_None; /* this rank gets no result */
+        .x = x, .out = out, .spec = spec, .timeout = timeout, .fingerprint = self->fingerprint};
+    if (self->no_result != Py_None) attempt.out = Py_None; /* this rank gets no result */
     PyObject *result = NULL;
     Result state = set_up(self, &attempt);
     if (state == FAILED && PyErr_ExceptionMatches(PyExc_Exception)) {
@@ -477,7 +488,7 @@ PyObject *run_call(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
     if (state == READY) state = make_call(self, &attempt);
     if (state == PUBLISHED || state == RUN_SUSPENDED)
         result = continue_in_engine(self, &attempt, state == RUN_SUSPENDED);
-    if (state == COMPLETED && record(self->add, attempt.info, attempt.number, attempt.begin) == 0)
+    if (state == COMPLETED && record(self->add, attempt.info, attempt.number, attempt.began) == 0)
         result = result_of(self, attempt.output);
     if (attempt.has_lock) release(self->busy);
     if (state == FALL_BACK)
@@ -488,7 +499,7 @@ PyObject *run_call(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
     Py_XDECREF(attempt.info);
     Py_XDECREF(attempt.output);
     Py_XDECREF(attempt.number);
-    Py_XDECREF(attempt.begin);
+    Py_XDECREF(attempt.began);
     Py_XDECREF((PyObject *)attempt.run);
     return result;
 }

@@ -5,7 +5,7 @@
 
 static int is_known(const Program *self, int64_t memory, int64_t start, int64_t count) {
     if (memory < 0 || memory >= self->memories) return 0;
-    const int64_t size = self->named[memory].nbytes / self->how.width;
+    const int64_t size = self->named[memory].nbytes / self->arithmetic.width;
     return start >= 0 && count >= 0 && count <= size && start <= size - count;
 }
 
@@ -27,7 +27,7 @@ static int is_sound(const Program *self) {
             place += 6;
         } else if (*step == COMBINE) {
             if (left < 5 || step[4] < 1 || step[4] > RANKS_MAX || left < 5 + 2 * step[4] ||
-                self->how.fold.loop == NULL)
+                self->arithmetic.fold.loop == NULL)
                 return 0;
             if (!is_known(self, step[1], step[2], step[3]) ||
                 self->named[step[1]].kind == PEER_SOURCE)
@@ -50,9 +50,9 @@ static int is_sound(const Program *self) {
  * come before phase 0; kind, rank and place of each memory; and the elements of each memory. */
 static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     Py_ssize_t opening, *numbers = NULL;
-    PyObject *code, *named, *given, *how;
+    PyObject *code, *named, *given, *arithmetic;
     if (keywords != NULL ||
-        !PyArg_ParseTuple(arguments, "SnOOO", &code, &opening, &named, &given, &how))
+        !PyArg_ParseTuple(arguments, "SnOOO", &code, &opening, &named, &given, &arithmetic))
         return NULL;
     Program *self = new_object(type);
     if (self == NULL) return NULL;
@@ -61,10 +61,11 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
     self->code = (const int64_t *)PyBytes_AsString(Py_NewRef(code));
     self->kept_code = code;
     const Py_ssize_t memories = PyTuple_Size(given);
-    if (memories < 0 || memories > MEMORIES_MAX || !read_arithmetic(how, &self->how, &self->apply))
+    if (memories < 0 || memories > MEMORIES_MAX ||
+        !read_arithmetic(arithmetic, &self->arithmetic, &self->apply))
         goto wrong;
-    if (self->how.half && self->apply.loop != NULL) goto wrong;
-    const Py_ssize_t width = self->how.width;
+    if (self->arithmetic.half && self->apply.loop != NULL) goto wrong;
+    const Py_ssize_t width = self->arithmetic.width;
     numbers = PyMem_Malloc((4 * memories + 1) * sizeof *numbers);
     self->named = new_room(&self->kept_named, memories * sizeof *self->named);
     if (numbers == NULL || self->named == NULL) {
@@ -96,9 +97,12 @@ failed:
 }
 
 static PyMemberDef program_members[] = {
-    HOLDS(Program, how.fold.owner, "_fold"), HOLDS(Program, how.divide.owner, "_divide"),
-    HOLDS(Program, apply.owner, "_apply"),   HOLDS(Program, kept_code, "_code"),
-    HOLDS(Program, kept_named, "_named"),    {NULL},
+    HOLDS(Program, arithmetic.fold.owner, "_fold"),
+    HOLDS(Program, arithmetic.divide.owner, "_divide"),
+    HOLDS(Program, apply.owner, "_apply"),
+    HOLDS(Program, kept_code, "_code"),
+    HOLDS(Program, kept_named, "_named"),
+    {NULL},
 };
 
 TYPE(Program, program, program_members, Py_TPFLAGS_HAVE_GC,

@@ -14,7 +14,7 @@
 #define READ_AT_ONCE (64 << 10)   /* bytes that are read through a buffer */
 #define PATIENCE_LOCKED_NS 20000  /* longest wait with the GIL */
 
-/* Read the memory of another process; return 0, or the value that ends the run. */
+/* Read the memory of another process; return END, or the Need at which the run stops. */
 static long long read_process(Py_ssize_t process, const char *there, char *into,
                               Py_ssize_t nbytes) {
 #if defined(__linux__)
@@ -33,18 +33,19 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
         there += done;
         nbytes -= done;
     }
-    return 0;
+    return END;
 #else
     (void)process, (void)there, (void)into;
-    return nbytes > 0 ? UNREAD : 0;
+    return nbytes > 0 ? UNREAD : END;
 #endif
 }
 
-/* Run to a place of the code; return what the others have to reach first, or 0. It needs no GIL. */
+/* Run to a place of the code; return what the run needs first (see Need), or END. It needs no GIL.
+ */
 long long advance_run(Run *self, Py_ssize_t end) {
     const Program *program = self->program;
     ChannelState *channel = self->channel;
-    const Py_ssize_t width = program->how.width;
+    const Py_ssize_t width = program->arithmetic.width;
     const Bound *const bound = self->bound;
     const char *terms[RANKS_MAX];
     while (self->place < end) {
@@ -59,7 +60,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
             if (bound[step[1]].process != 0) {
                 const long long failed =
                     read_process(bound[step[1]].process, source, target, nbytes);
-                if (failed) return failed;
+                if (failed != END) return failed;
             } else if (*step == STORE && program->apply.loop != NULL) {
                 combine(&program->apply, target, source, width, target, step[5], width);
             } else if (named->kind > SCRATCH) { /* memory that other ranks read */
@@ -76,7 +77,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
         case COMBINE:
             for (int64_t term = 0; term < step[4]; term++)
                 terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;
-            fold_terms(&program->how, NULL, terms, (int)step[4],
+            fold_terms(&program->arithmetic, NULL, terms, (int)step[4],
                        bound[step[1]].at + step[2] * width, step[3]);
             self->place += 5 + 2 * step[4];
             break;
@@ -94,7 +95,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
         }
         }
     }
-    return 0;
+    return END;
 }
 
 /* Make a run that serves all programs of at most so many memories and scratch bytes. */
@@ -119,7 +120,7 @@ Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keep
 /* Return the address of a memory of one long vector, from the published words of all ranks; NULL if
  * it is not within shared memory. */
 static char *find_memory(const ChannelState *channel, int kind, int rank, int place, int64_t nbytes,
-                         const uint64_t *sources, const uint64_t *targets, int tells) {
+                         const uint64_t *sources, const uint64_t *targets, int moves_blocks) {
     uint64_t offset;
     if (rank < 0 || rank >= channel->size) return NULL;
     if (kind == PEER_SOURCE) {
@@ -129,7 +130,7 @@ static char *find_memory(const ChannelState *channel, int kind, int rank, int pl
     } else {
         const uint64_t base = seen(channel->words + entry_of(channel, rank) + channel->segments_at);
         if (base == 0 || place < 0 || place > 1) return NULL;
-        const uint64_t location = sources[rank], start = tells || location & AT_PAGE
+        const uint64_t location = sources[rank], start = moves_blocks || location & AT_PAGE
                                                              ? (location & ~AT_PAGE) >> 1
                                                              : 0; /* first page of the cells */
         if (kind == CELLS &&
@@ -151,8 +152,8 @@ static char *find_memory(const ChannelState *channel, int kind, int rank, int pl
 
 /* Find a block at the location that its rank has published with phase 0: in shared memory, or in
  * the rank's process. */
-static int find_told(const ChannelState *channel, int rank, int place, int64_t nbytes,
-                     Bound *found) {
+static int find_block(const ChannelState *channel, int rank, int place, int64_t nbytes,
+                      Bound *found) {
     if (rank < 0 || rank >= channel->size || place < 0 || place >= RANKS_MAX) return 0;
     const char *memory = channel->memory.buf;
     const uint64_t location = ((const uint64_t *)(memory + channel->slots[rank] +
@@ -167,10 +168,10 @@ static int find_told(const ChannelState *channel, int rank, int place, int64_t n
 }
 
 /* Find the memories of a program for `count` input and output arrays. Without `targets` only this
- * rank's own memories are known. If ranks publish locations of blocks (`tells`), `sources` has the
- * sides of their cells. */
+ * rank's own memories are known. If ranks publish locations of blocks (`moves_blocks`), `sources`
+ * has the sides of their cells. */
 int bind_vector(Run *self, const Span *input, const Span *output, int count,
-                const uint64_t *sources, const uint64_t *targets, int tells) {
+                const uint64_t *sources, const uint64_t *targets, int moves_blocks) {
     const Program *program = self->program;
     for (int memory = 0; memory < program->memories; memory++) {
         const int kind = program->named[memory].kind, rank = program->named[memory].rank,
@@ -184,12 +185,13 @@ int bind_vector(Run *self, const Span *input, const Span *output, int count,
             *at = self->scratch;
         } else if (targets == NULL && rank != self->channel->rank) {
             continue;
-        } else if (kind == PEER_SOURCE && tells) {
-            if (!find_told(self->channel, rank, place, nbytes, &self->bound[memory])) return 0;
-            if (self->bound[memory].process && program->how.fold.loop != NULL)
+        } else if (kind == PEER_SOURCE && moves_blocks) {
+            if (!find_block(self->channel, rank, place, nbytes, &self->bound[memory])) return 0;
+            if (self->bound[memory].process && program->arithmetic.fold.loop != NULL)
                 return 0; /* operands must be in this process */
         } else {
-            *at = find_memory(self->channel, kind, rank, place, nbytes, sources, targets, tells);
+            *at = find_memory(self->channel, kind, rank, place, nbytes, sources, targets,
+                              moves_blocks);
         }
         if (*at == NULL) return 0;
     }
@@ -215,7 +217,7 @@ static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyO
     const Named *named = &program->named[memory];
     Bound *bound = &self->bound[memory];
     if (offset >= (Py_ssize_t)ADDRESS) { /* operands must be in this process: */
-        if (named->kind != PEER_SOURCE || program->how.fold.loop != NULL ||
+        if (named->kind != PEER_SOURCE || program->arithmetic.fold.loop != NULL ||
             program->apply.loop != NULL || named->rank < 0 || named->rank >= channel->size ||
             channel->processes[named->rank] == 0)
             return -1;
@@ -239,14 +241,16 @@ static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyO
 static long long advance_to(Run *self, Py_ssize_t end) {
     if (self->keeps_lock) return advance_run(self, end);
     long long need;
-    Py_BEGIN_ALLOW_THREADS need = advance_run(self, end);
-    Py_END_ALLOW_THREADS return need;
+    Py_BEGIN_ALLOW_THREADS
+        need = advance_run(self, end);
+    Py_END_ALLOW_THREADS
+    return need;
 }
 
 static PyObject *run_next(PyObject *object) {
     Run *self = (Run *)object;
     const long long need = advance_to(self, self->program->length);
-    return need == 0 ? NULL : PyLong_FromLongLong(need);
+    return need == END ? NULL : PyLong_FromLongLong(need);
 }
 
 /* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] if offsets[k] is

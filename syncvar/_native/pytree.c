@@ -50,13 +50,13 @@ static Py_ssize_t count_leaves(PyObject *structure) {
 }
 
 /* Return the bytes of an element of an array; in a slot halves are float32. */
-static Py_ssize_t width_of(const Kind *kind) {
-    return kind->how.half ? (Py_ssize_t)sizeof(uint16_t) : kind->how.width;
+static Py_ssize_t width_of(const DtypeGroup *group) {
+    return group->arithmetic.half ? (Py_ssize_t)sizeof(uint16_t) : group->arithmetic.width;
 }
 
 static Py_ssize_t nbytes_of(const NativeCall *self, int place) {
     const Leaf *leaf = &self->leaves[place];
-    return leaf->count * width_of(&self->kinds[leaf->kind]);
+    return leaf->count * width_of(&self->groups[leaf->group]);
 }
 
 /* Return the Python type whose numbers become arrays of a dtype, or NULL. */
@@ -71,86 +71,87 @@ static PyTypeObject *number_of(PyObject *dtype) {
                               : NULL;
 }
 
-/* Read the kinds, ((arithmetic, dtype, start of the vector in a slot, its elements), ...). */
-static int read_kinds(NativeCall *self, PyObject *given) {
+/* Read the dtype groups, ((arithmetic, dtype, start of the vector in a slot, its elements), ...).
+ */
+static int read_groups(NativeCall *self, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given), slot = self->is_long
                                                              ? self->channel->side_bytes
                                                              : in_slots(self, &self->output);
-    if (count < 1 || count > KINDS_MAX) return 0;
-    self->rider = self->is_long;
-    self->kept_kinds = Py_NewRef(given); /* owns the dtypes and ufuncs */
-    for (; self->kind_count < count; self->kind_count++) {
-        Kind *kind = &self->kinds[self->kind_count];
+    if (count < 1 || count > DTYPES_MAX) return 0;
+    self->first_small = self->is_long;
+    self->kept_groups = Py_NewRef(given); /* owns the dtypes and ufuncs */
+    for (; self->group_count < count; self->group_count++) {
+        DtypeGroup *group = &self->groups[self->group_count];
         Step apply = {0};
-        PyObject *how;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(given, self->kind_count), "OOnn", &how, &kind->dtype,
-                              &kind->start, &kind->count))
+        PyObject *arithmetic;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given, self->group_count), "OOnn", &arithmetic,
+                              &group->dtype, &group->start, &group->count))
             return 0;
-        kind->number = number_of(kind->dtype);
-        const int is_read = read_arithmetic(how, &kind->how, &apply);
-        Py_XDECREF(kind->how.fold.owner);
-        Py_XDECREF(kind->how.divide.owner);
+        group->number = number_of(group->dtype);
+        const int is_read = read_arithmetic(arithmetic, &group->arithmetic, &apply);
+        Py_XDECREF(group->arithmetic.fold.owner);
+        Py_XDECREF(group->arithmetic.divide.owner);
         Py_XDECREF(apply.owner);
         if (!is_read || apply.loop != NULL) return 0;
-        if (self->kind_count < self->rider) continue; /* a program combines it */
-        if (kind->how.fold.loop == NULL || kind->start % SLOT_ALIGN_BYTES || kind->count < 0 ||
-            kind->count > slot)
+        if (self->group_count < self->first_small) continue; /* a program combines it */
+        if (group->arithmetic.fold.loop == NULL || group->start % SLOT_ALIGN_BYTES ||
+            group->count < 0 || group->count > slot)
             return 0;
-        if (!is_within(kind->start, kind->count * kind->how.width, slot)) return 0;
+        if (!is_within(group->start, group->count * group->arithmetic.width, slot)) return 0;
     }
     return 1;
 }
 
-/* Read the leaves, ((shape, is_separate, kind), ...); an empty tuple means one array. */
-int read_leaves(NativeCall *self, PyObject *kinds, PyObject *given) {
+/* Read the leaves, ((shape, is_separate, group), ...); an empty tuple means one array. */
+int read_leaves(NativeCall *self, PyObject *groups, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
     if (count > LEAVES_MAX || count_leaves(self->structure) != count || is_leaf(self->structure) ||
-        !read_kinds(self, kinds))
+        !read_groups(self, groups))
         return 0;
     self->leaves = new_room(&self->kept_leaves, count * (Py_ssize_t)sizeof *self->leaves);
     self->leaf_arguments = PyTuple_New(count);
     if (self->leaves == NULL || self->leaf_arguments == NULL) return 0;
-    Py_ssize_t found[KINDS_MAX] = {0};
+    Py_ssize_t found[DTYPES_MAX] = {0};
     for (Py_ssize_t place = 0; place < count; place++) {
         Leaf *leaf = &self->leaves[place];
         PyObject *shape;
         if (!PyArg_ParseTuple(PyTuple_GetItem(given, place), "Opi", &shape, &leaf->is_separate,
-                              &leaf->kind))
+                              &leaf->group))
             return 0;
-        if (leaf->kind < 0 || leaf->kind >= self->kind_count) return 0;
+        if (leaf->group < 0 || leaf->group >= self->group_count) return 0;
         leaf->ndim = (int)read_numbers(shape, leaf->shape, LEAF_NDIM_MAX);
         if (leaf->ndim < 0) return 0;
         leaf->count = 1;
         for (int axis = 0; axis < leaf->ndim; axis++) leaf->count *= leaf->shape[axis];
-        self->span_count += leaf->kind < self->rider;
-        leaf->first = found[leaf->kind];
-        found[leaf->kind] += leaf->count;
-        PyObject *arguments = PyTuple_Pack(2, shape, self->kinds[leaf->kind].dtype);
+        self->span_count += leaf->group < self->first_small;
+        leaf->first = found[leaf->group];
+        found[leaf->group] += leaf->count;
+        PyObject *arguments = PyTuple_Pack(2, shape, self->groups[leaf->group].dtype);
         if (arguments == NULL || PyTuple_SetItem(self->leaf_arguments, place, arguments) < 0)
             return 0;
     }
-    for (int kind = 0; kind < self->kind_count; kind++)
-        if (found[kind] != self->kinds[kind].count) return 0;
-    if ((self->kind_count == 1 || self->is_long) &&
-        self->kinds[0].count * width_of(&self->kinds[0]) != self->output.nbytes)
+    for (int group = 0; group < self->group_count; group++)
+        if (found[group] != self->groups[group].count) return 0;
+    if ((self->group_count == 1 || self->is_long) &&
+        self->groups[0].count * width_of(&self->groups[0]) != self->output.nbytes)
         return 0;
     if (self->input.nbytes != self->output.nbytes) return 0;
     self->leaf_count = (int)count;
-    const Kind *last = &self->kinds[self->kind_count - 1];
-    if (self->kind_count > self->rider)
-        self->room = new_room(&self->kept_room, last->start + last->count * last->how.width);
-    return self->kind_count == self->rider || self->room != NULL;
+    const DtypeGroup *last = &self->groups[self->group_count - 1];
+    if (self->group_count > self->first_small)
+        self->room = new_room(&self->kept_room, last->start + last->count * last->arithmetic.width);
+    return self->group_count == self->first_small || self->room != NULL;
 }
 
 static int fits_leaf(const NativeCall *self, int place, PyObject *value, int flags) {
     const Leaf *leaf = &self->leaves[place];
-    return fits_shape(self->kinds[leaf->kind].dtype, leaf->ndim, leaf->shape, value, flags);
+    return fits_shape(self->groups[leaf->group].dtype, leaf->ndim, leaf->shape, value, flags);
 }
 
 static int is_number_of(const NativeCall *self, int place, PyObject *value) {
     const Leaf *leaf = &self->leaves[place];
-    return leaf->ndim == 0 && Py_TYPE(value) == self->kinds[leaf->kind].number;
+    return leaf->ndim == 0 && Py_TYPE(value) == self->groups[leaf->group].number;
 }
 
 static int is_array(PyObject *value) { return (PyObject *)Py_TYPE(value) == array_type; }
@@ -179,13 +180,13 @@ static int take_items(PyObject *structure, PyObject *value, PyObject **items, in
     if (is_dict && !has_plain_names(value)) return 0;
     int holds = is_dict;
     for (Py_ssize_t place = 0; place < size; place++) {
-        PyObject *const how = PyTuple_GetItem(parts, place);
+        PyObject *const structure_of_part = PyTuple_GetItem(parts, place);
         PyObject *part = is_dict   ? PyDict_GetItem(value, PyTuple_GetItem(names, place))
                          : is_list ? PyList_GetItem(value, place)
                                    : PyTuple_GetItem(value, place);
         if (part == NULL) return 0;
-        holds = holds || !is_leaf(how) || is_array(part);
-        if (!take_items(how, part, items, taken)) return 0;
+        holds = holds || !is_leaf(structure_of_part) || is_array(part);
+        if (!take_items(structure_of_part, part, items, taken)) return 0;
     }
     return holds;
 }
@@ -309,7 +310,7 @@ PyObject *structure_of(const NativeCall *self, PyObject *arrays) {
 /* Get the memory of the arrays of a long vector. */
 void find_spans(const NativeCall *self, PyObject *arrays, Span *spans) {
     for (int place = 0; place < self->leaf_count; place++)
-        if (self->leaves[place].kind < self->rider)
+        if (self->leaves[place].group < self->first_small)
             *spans++ =
                 (Span){((Array *)PyTuple_GetItem(arrays, place))->data, nbytes_of(self, place)};
 }
@@ -361,7 +362,7 @@ int lies_alone(const NativeCall *self, const Span *spans) {
     const char *start = channel->memory.buf;
     int any = 0;
     for (int place = 0; place < self->leaf_count; place++) {
-        if (self->leaves[place].kind >= self->rider) continue;
+        if (self->leaves[place].group >= self->first_small) continue;
         any = any || (self->leaves[place].is_separate && spans->at >= start &&
                       spans->at < start + channel->memory.len);
         spans++;
@@ -369,17 +370,17 @@ int lies_alone(const NativeCall *self, const Span *spans) {
     return any;
 }
 
-/* Copy arrays into a slot, grouped by kind, except those of a long vector. It needs no GIL, because
- * it only reads tuples. */
+/* Copy arrays into a slot, grouped by dtype, except those of a long vector. It needs no GIL,
+ * because it only reads tuples. */
 void put_leaves(const NativeCall *self, char *slot, PyObject *arrays) {
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
-        const Kind *kind = &self->kinds[leaf->kind];
-        if (leaf->kind < self->rider) continue;
+        const DtypeGroup *group = &self->groups[leaf->group];
+        if (leaf->group < self->first_small) continue;
         const char *source = ((Array *)PyTuple_GetItem(arrays, place))->data;
-        char *const target = slot + kind->start + leaf->first * kind->how.width;
-        if (kind->how.half)
-            widen(kind->how.half, source, (float *)target, leaf->count);
+        char *const target = slot + group->start + leaf->first * group->arithmetic.width;
+        if (group->arithmetic.half)
+            widen(group->arithmetic.half, source, (float *)target, leaf->count);
         else
             copy_out(&self->channel->stores, target, source, (size_t)nbytes_of(self, place));
     }
@@ -388,19 +389,19 @@ void put_leaves(const NativeCall *self, char *slot, PyObject *arrays) {
 /* Combine the slots of all ranks, in rank order, and store the results. */
 void combine_leaves(const NativeCall *self, const char *const *slots, PyObject *arrays) {
     const char *terms[RANKS_MAX];
-    for (int number = self->rider; number < self->kind_count; number++) {
-        const Kind *kind = &self->kinds[number];
+    for (int number = self->first_small; number < self->group_count; number++) {
+        const DtypeGroup *group = &self->groups[number];
         for (int rank = 0; rank < self->channel->size; rank++)
-            terms[rank] = slots[rank] + kind->start;
-        fold_terms(&kind->how, NULL, terms, self->channel->size, self->room + kind->start,
-                   kind->count);
+            terms[rank] = slots[rank] + group->start;
+        fold_terms(&group->arithmetic, NULL, terms, self->channel->size, self->room + group->start,
+                   group->count);
     }
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
-        const Kind *kind = &self->kinds[leaf->kind];
-        if (leaf->kind < self->rider) continue;
+        const DtypeGroup *group = &self->groups[leaf->group];
+        if (leaf->group < self->first_small) continue;
         memcpy(((Array *)PyTuple_GetItem(arrays, place))->data,
-               self->room + kind->start + leaf->first * width_of(kind),
+               self->room + group->start + leaf->first * width_of(group),
                (size_t)nbytes_of(self, place));
     }
 }

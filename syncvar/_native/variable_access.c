@@ -162,7 +162,7 @@ static int is_in_place(Write *self, int *is_outside) {
 }
 
 /* Make a persistent call that applies its result to the copy. */
-static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
+static PyObject *run_persistent(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
     if (Py_TYPE(call) == native_call_type) return run_call(call, x, array, Py_None, timeout);
     return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);
 }
@@ -187,7 +187,7 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
     if (timeout == NULL || is_exposed(&self->laid)) goto plain;
     PyObject *array = Py_NewRef(self->laid.array);
     self->storage->is_being_written = 1;
-    PyObject *result = run_prepared(self->call, x, array, timeout);
+    PyObject *result = run_persistent(self->call, x, array, timeout);
     self->storage->is_being_written = 0;
     Py_DECREF(array);
     Py_DECREF(timeout);
@@ -238,7 +238,7 @@ static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t 
 }
 
 ACCESS(Look, look,
-       "A persistent read of this replica's copy: look(copy) returns None if nothing was done.")
+       "A persistent read of this replica's copy: look(copy) returns None to fall back.")
 
 /* -- reads that combine the copies ------------------------------------------------------------- */
 
@@ -280,7 +280,7 @@ static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t 
 }
 
 ACCESS(Read, read,
-       "A persistent read that combines the copies: read(copy) returns None if nothing was done.")
+       "A persistent read that combines the copies: read(copy) returns None to fall back.")
 
 /* -- variables that are written together ------------------------------------------------------- */
 

@@ -325,7 +325,8 @@ class ProcessContext:
             hosts=self._hosts_of(identity, members) if shares else None,
         )
         created.is_pair = not shares
-        created.prepares = self.config.check_finite == "off"  # cached calls do not check values
+        # Persistent calls do not check values.
+        created.keeps_persistent = self.config.check_finite == "off"
         self._communicators.add(created)
         return created
 

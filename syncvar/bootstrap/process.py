@@ -13,7 +13,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from syncvar._native import entrance, message_entrance, note_change
+from syncvar._native import call_dispatch, message_dispatch, note_change
 from syncvar.core.environment import environment_of
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError, error_line
 from syncvar.core.exit_status import exit_error_text
@@ -224,14 +224,14 @@ def current(*, alone: bool = False) -> ProcessContext:
     return _join(alone=alone)
 
 
-def entered_natively(function: Any, **arguments: Any) -> Any:
-    """Return a callable that runs cached calls of a public function in C; see `entrance`."""
-    return entrance(function, _state, **arguments)
+def dispatch_calls(function: Any, **arguments: Any) -> Any:
+    """Return a function whose persistent calls C runs; see `call_dispatch`."""
+    return call_dispatch(function, _state, **arguments)
 
 
-def messages_entered_natively(function: Any, *, is_sending: bool) -> Any:
-    """Return the same for `send` and `recv`; see `message_entrance`."""
-    return message_entrance(function, _state, is_sending=is_sending)
+def dispatch_messages(function: Any, *, is_sending: bool) -> Any:
+    """Return the same for `send` and `recv`; see `message_dispatch`."""
+    return message_dispatch(function, _state, is_sending=is_sending)
 
 
 @contextlib.contextmanager

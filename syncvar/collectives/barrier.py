@@ -6,22 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
-from syncvar.collectives.stage_builders import barrier_stages
+from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
+from syncvar.collectives.dispatch import Persistable, make_call, native_dispatch, never_persistent
+from syncvar.collectives.stage_builders import MeetingCall
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.persistent_reduce import prepare_barrier
+from syncvar.runtime.persistent_reduce import persist_barrier
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from syncvar.collectives.dispatch import Make
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
 
 _NOTHING = np.empty(0, np.uint8)
 
 
-@native_dispatch(nothing=_NOTHING, positions=0)
+@native_dispatch(no_input=_NOTHING, positions=0)
 def barrier(
     *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
 ) -> Any:
@@ -43,23 +41,34 @@ def barrier(
         >>> import syncvar as sv
         >>> sv.barrier()
     """
-    work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
+    work = make_call(barrier, _BarrierCall, _NOTHING, None, group, async_op, timeout, {})
     # Without the C extension the persistent call returns an empty array.
     return None if isinstance(work, np.ndarray) else work
 
 
-def _request(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
-    return _BarrierCall(CollectiveSpec("barrier"), barrier_stages(communicator))
+class _BarrierCall(MeetingCall, Persistable):
+    """A barrier."""
+
+    def __init__(self, communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> None:
+        super().__init__(communicator, CollectiveSpec("barrier"))
+
+    @staticmethod
+    def form_of(_communicator: Communicator, x: Any, _out: None, _rest: Any) -> Any:
+        return x
+
+    def persistent(self, _like: Any) -> Persistent | None:
+        if self.communicator.forced("barrier") is None:
+            return persist_barrier(self.communicator, self.spec)
+        return never_persistent
 
 
-class _BarrierCall(Cacheable):
-    """A checked barrier."""
-
-    __slots__ = ()
-
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any], make: Make
-    ) -> PreparedCall | None:
-        if communicator.forced("barrier") is None:
-            return prepare_barrier(communicator, self.spec)
-        return uncacheable
+register(
+    Collective(
+        (barrier,),
+        CollectiveKind.WAIT,
+        gives="nothing",
+        gets="None, after all ranks have entered",
+        cost="a look at each rank's word; over links ceil(log2 n) rounds of empty frames",
+        arguments=lambda *_: (),
+    ),
+)

@@ -20,7 +20,6 @@ import numpy as np
 
 from syncvar.algorithms.builders import SCHEDULES
 from syncvar.algorithms.schedule import even_chunks
-from syncvar.collectives.barrier import barrier
 from syncvar.collectives.send_recv import (
     probe,
     recv,
@@ -317,13 +316,5 @@ register(
         own_bus="1",
         arguments=lambda case, x: (case, x),
         run=_ring,
-    ),
-    Collective(
-        (barrier,),
-        CollectiveKind.WAIT,
-        gives="nothing",
-        gets="None, after all ranks have entered",
-        cost="a look at each rank's word; over links ceil(log2 n) rounds of empty frames",
-        arguments=lambda *_: (),
     ),
 )

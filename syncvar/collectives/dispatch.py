@@ -1,8 +1,7 @@
 """Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
 `make_call` runs the persistent call of a repeated call. On the first call it builds one from the
-request of the call; `TransferArgs` and `ReduceArgs` can be built. Every other call runs its
-request.
+request of the call, if that is `Persistable`. Every other call runs its request.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 
 from syncvar._native import recall, remember
 from syncvar._native.constants import NUMBERS_MAX
-from syncvar.bootstrap.process import entered_natively
+from syncvar.bootstrap.process import dispatch_calls
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.migration_hints import unexpected_keyword
-from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.block_transfer import NO_RESULT
 from syncvar.runtime.call_record import own_site
 from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.work import is_seconds
@@ -29,44 +28,41 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.work import Work
-
-    Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
+    from syncvar.runtime.communicator import Communicator, Persistent
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _NUMBERS = frozenset((float, int, bool, complex))
 
 
-class Cacheable(CheckedCall):
+class Persistable(CheckedCall):
     """A checked call for whose repetitions a persistent call can be built."""
 
-    __slots__ = ()
-
-    is_entered = True
+    is_dispatched = True
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
-    def prepared(self, communicator: Communicator, like: Any, make: Make) -> PreparedCall | None:
-        """Return a persistent call for inputs like `like`, or None, or `uncacheable`.
+    @staticmethod
+    def form_of(_communicator: Communicator, _x: Any, _out: Any, _rest: Any, /) -> Any:
+        """Return a persistent call's input, which has a dtype and a shape; None if it has none."""
+        return None
 
-        `make` takes (x, out) and returns the request of such a call.
-        """
+    def persistent(self, like: Any) -> Persistent | None:
+        """Return a persistent call for inputs like `like`, or None, or `never_persistent`."""
         raise NotImplementedError
 
 
-def uncacheable(*_: Any) -> None:
+def never_persistent(*_: Any) -> None:
     """Cache value for calls that can never be persistent, so that the lookup is not repeated."""
 
 
 def native_dispatch(**options: Any) -> Callable[[Function], Function]:
     """Return a decorator that lets the C extension make persistent calls of a public function.
 
-    The keywords are those of `syncvar._native.entrance`.
+    The keywords are those of `syncvar._native.call_dispatch`.
     """
 
     def decorated(function: Function) -> Function:
-        call: Function = entered_natively(function, **options)
+        call: Function = dispatch_calls(function, **options)
         return call
 
     return decorated
@@ -74,8 +70,7 @@ def native_dispatch(**options: Any) -> Callable[[Function], Function]:
 
 def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; hot path)
     public: Callable[..., Any],
-    form_of: Callable[..., Any] | None,
-    make: Callable[..., Any],
+    make: Any,
     x: Any,
     out: Any,
     group: Any,
@@ -88,12 +83,8 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
 
     Args:
         public: The public function.
-        form_of: Function of (communicator, x, out, rest). It returns a persistent call's input,
-            which has a dtype and a shape, or None for the slow path. None: all calls have one
-            input.
-        make: Function of (communicator, x, out, *rest, keep=...) that checks the arguments. It
-            returns a `CheckedCall`, or a `Cacheable` where there is a form. `keep` copies the
-            input.
+        make: The subclass of `Persistable`. It takes (communicator, x, out, *rest, keep=...) and
+            checks the arguments; `keep` copies the input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
         rest: The other arguments; the C extension looks up calls by the first one and the array.
@@ -102,26 +93,26 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
         raise unexpected_keyword(public, foreign)
     communicator = communicator_of(group)
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
-        form = x if form_of is None else form_of(communicator, x, out, rest)
+        form = make.form_of(communicator, x, out, rest)
         if form is not None:
-
-            def build(x: Any, out: Any) -> Any:
-                return make(communicator, x, out, *rest, keep=False)
-
-            ready = _ready(communicator, (make, rest), form, x, out, build, public, rest)
-            if ready is not None:
-                result: Any
-                if async_op:
-                    result = _begin_async(ready, form, out, timeout)
-                else:
-                    result = ready(form, out, None, timeout)
+            key = key_of((make, rest), form)
+            persistent: Any = communicator.persistent_calls.get(key)
+            if persistent is None:
+                check = partial(make, communicator, x, out, *rest, keep=False)
+                persistent = _persist(communicator, key, form, check, public, rest)
+            else:
+                recall(public, persistent)
+            if persistent is not None:
+                result: Any = None
+                if not async_op:
+                    result = persistent(form, out, None, timeout)
+                elif persistent is not never_persistent:
+                    result = persistent.start(form, out, timeout, own_site())
                 if result is not None:  # None: nothing was done, so the slow path follows
-                    return None if result is NOTHING else result
+                    return None if result is NO_RESULT else result
     if is_foreign(x, out):
-
-        def again(x: Any, out: Any = None) -> Any:
-            return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, rest)
-
+        options = {"group": group, "async_op": async_op, "timeout": timeout, "rest": rest}
+        again = partial(make_call, public, make, out=None, foreign={}, **options)
         return call_with_numpy(again, x, out)
     check = partial(make, communicator, x, out, *rest, keep=async_op)
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
@@ -133,7 +124,7 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     form: Any,
     out: Any,
     timeout: float | None,
-    make: Make,
+    check: Callable[[], Persistable],
     spec: CollectiveSpec | None = None,
     *,
     public: Any = None,
@@ -141,14 +132,20 @@ def call_persistent(  # noqa: PLR0913  (hot path)
 ) -> Any:
     """Make a call by its persistent call; return None, having done nothing, if there is none.
 
-    `make` is a function of (x, out) that returns the request, to build the call or to continue it.
-    `spec` describes this call; None: the spec of the request does. From now on the C dispatch of
-    `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
+    `check` checks the arguments and returns the checked call, from which the persistent one is
+    built. `spec` describes this call; None: the spec of the checked call does. From now on the C
+    dispatch of `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for
+    `make_call`.
     """
-    ready = _ready(communicator, key, form, form, out, make, public, rest)
-    if ready is None or not (timeout is None or is_seconds(timeout)):
+    whole_key = key_of(key, form)
+    persistent = communicator.persistent_calls.get(whole_key)
+    if persistent is None:
+        persistent = _persist(communicator, whole_key, form, check, public, rest)
+    elif public is not None:
+        recall(public, persistent)
+    if persistent is None or not (timeout is None or is_seconds(timeout)):
         return None
-    return ready(form, out, spec, timeout)
+    return persistent(form, out, spec, timeout)
 
 
 def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
@@ -159,41 +156,27 @@ def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
     return (*key, form.dtype, form.shape)
 
 
-def _ready(  # noqa: PLR0913, PLR0917  (hot path)
+def _persist(
     communicator: Communicator,
     key: tuple[Hashable, ...],
     form: Any,
-    x: Any,
-    out: Any,
-    make: Make,
+    check: Callable[[], Persistable],
     public: Any,
     rest: tuple[Any, ...],
-) -> PreparedCall | None:
-    """Return the persistent call of a key, and show it to the C dispatch of the public function."""
-    whole_key = key_of(key, form)
-    ready = communicator.prepared_calls.get(whole_key)
-    if ready is not None:
-        if public is not None:
-            recall(public, ready)
-        return ready
-    if not communicator.prepares or not communicator.is_shared:
+) -> Persistent | None:
+    """Build the persistent call of a key, and show it to the C dispatch of the public function."""
+    if not communicator.keeps_persistent or not communicator.is_shared:
         return None
     try:
-        request = make(x, out)
-        request.body.close()
-        call = communicator.keep_prepared(whole_key, request.prepared(communicator, form, make))
+        checked = check()
+        call = communicator.keep_persistent(key, checked.persistent(form))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
     # C looks at the first of `rest` only, so all others must have their default.
-    if public is not None and request.is_entered and not any(rest[1:]):
-        remember(public, rest[0] if rest else None, call, communicator.prepared_calls)
+    if public is not None and checked.is_dispatched and not any(rest[1:]):
+        remember(public, rest[0] if rest else None, call, communicator.persistent_calls)
     return call
-
-
-def _begin_async(ready: Any, x: Any, out: Any, timeout: float | None) -> Work | None:
-    """Begin a persistent call asynchronously; None if nothing was done."""
-    return None if ready is uncacheable else ready.begin(x, out, timeout, own_site())
 
 
 def plain_array(x: Any) -> NDArray[Any] | None:
@@ -212,3 +195,12 @@ def plain_array(x: Any) -> NDArray[Any] | None:
         return np.asarray(x)
     except (ValueError, TypeError, OverflowError):  # the slow path informs the group
         return None
+
+
+def plain_form(
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
+) -> NDArray[Any] | None:
+    """Return the array of a call with an op, a root, or both, and no algorithm; else None."""
+    *options, algorithm = rest
+    is_plain = all(isinstance(one, str) or type(one) is int for one in options)
+    return plain_array(x) if is_plain and algorithm is None else None

@@ -1,6 +1,6 @@
 """Persistent calls of the program: a collective with its arguments, made again and again.
 
-`PersistentCollective` keeps function and arguments only. The function finds its cached call by
+`PersistentCollective` keeps function and arguments only. The function finds its persistent call by
 itself, as it does for every repeated call.
 """
 

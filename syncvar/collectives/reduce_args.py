@@ -14,13 +14,13 @@ import numpy as np
 
 from syncvar._native.constants import LEAVES_MAX
 from syncvar.bootstrap.process import joined
-from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
+from syncvar.collectives.dispatch import Persistable, never_persistent, plain_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.compile_reduce import EVERYWHERE, ResultPlacement
-from syncvar.runtime.persistent_reduce import ReduceForm, prepare_reduction
+from syncvar.runtime.persistent_reduce import ReduceForm, persist_reduction
 from syncvar.runtime.planner import Published
 from syncvar.runtime.request import Stage
 from syncvar.runtime.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.dispatch import Make
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 _DEPTH_MAX = 16
@@ -273,48 +272,40 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
     return TreeDef(_KINDS[kind], names, tuple(parts))
 
 
-class ReduceArgs(Cacheable):
-    """A checked call that combines; `ends` says which ranks get which result.
+class ReductionCall(Persistable):
+    """A checked call that combines. A subclass is one collective.
 
-    `op` is the op, if the spec has none. `is_entered`: the result has the dtype of the input, the
-    only one that the C dispatch looks at.
+    `ends` says which ranks get which result, and `op` names the op. `is_dispatched`: the result has
+    the dtype of the input, the only one that the C dispatch looks at.
     """
 
-    __slots__ = ("_ends", "_op", "is_entered")
+    ends = EVERYWHERE
 
     def __init__(
-        self,
-        spec: CollectiveSpec,
-        body: Generator[Stage, None, Any],
-        ends: ResultPlacement = EVERYWHERE,
-        *,
-        op: str = "",
-        is_entered: bool = False,
+        self, communicator: Communicator, spec: CollectiveSpec, *, is_dispatched: bool
     ) -> None:
-        super().__init__(spec, body)
-        self._ends, self._op, self.is_entered = ends, op or spec.op, is_entered
+        super().__init__(spec)
+        self.communicator, self.op, self.is_dispatched = communicator, spec.op, is_dispatched
 
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
-    ) -> PreparedCall | None:
-        """Build the persistent call of such calls; see `Cacheable`."""
-        return prepare_form(communicator, like, self._op, self.spec, self._ends)
+    def persistent(self, like: NDArray[Any] | PyTree) -> Persistent | None:
+        """Build the persistent call of such calls; see `Persistable`."""
+        return persist_form(self.communicator, like, self.op, self.spec, self.ends)
 
 
-def prepare_form(
+def persist_form(
     communicator: Communicator,
     form: NDArray[Any] | PyTree,
     op: str,
     spec: CollectiveSpec,
     ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
-) -> PreparedCall | None:
-    """Build the persistent call of reductions like `form`, or None, or `uncacheable`.
+) -> Persistent | None:
+    """Build the persistent call of reductions like `form`, or None, or `never_persistent`.
 
     With `apply`, `out` must be given and becomes apply(out, result). Registered ops have no such
     call, because they may be replaced.
     """
-    if not communicator.prepares or communicator.channel is None:
+    if not communicator.keeps_persistent or communicator.channel is None:
         return None
     leaves = form.without_memory() if isinstance(form, PyTree) else None
     arrays = [form] if isinstance(form, np.ndarray) else form.arrays
@@ -328,17 +319,17 @@ def prepare_form(
         or not all(array.dtype.isnative for array in arrays)
         or (leaves is not None and ends != EVERYWHERE)
     ):
-        return uncacheable
+        return never_persistent
     sizes = sizes_of(kinds, arrays)
     is_small, longest = is_direct(sum(sizes), communicator.size), 0
     if leaves is not None and (len(kinds) > 1 or not is_small):
         are_at_once, long = in_one_exchange(sizes, communicator.size)
         if not are_at_once:
-            return uncacheable
+            return never_persistent
         is_small, longest = long is None, long or 0
     reducers = list(kinds)
     if not is_small and ends != EVERYWHERE and form.dtype != reducers[0].accumulate:
-        return uncacheable  # the slow path converts the input
+        return never_persistent  # the slow path converts the input
     reducers.insert(0, reducers.pop(longest))
     neutral = identity(reducers[0]) if ends.collective == "exscan" else None
     by_kind = [(reducer, kinds[reducer]) for reducer in reducers]
@@ -346,16 +337,16 @@ def prepare_form(
     if leaves is not None:
         shape = (sum([arrays[place].size for place in by_kind[0][1]]),)
     same_form = ReduceForm(by_kind, shape, is_small, leaves, apply, ends, neutral)
-    return prepare_reduction(communicator, same_form, spec)
+    return persist_reduction(communicator, same_form, spec)
 
 
 def persistent_reduction(
     communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
-) -> PreparedCall | None:
-    """Build the persistent call of the all-reduces of `reduce_request`."""
+) -> Persistent | None:
+    """Build the persistent call of the all-reduces of `AllReduceCall`."""
     _, spec = describe_reduction(x, op, name, options)
-    call = prepare_form(communicator, x, op, spec, apply=options.apply)
-    return None if call is uncacheable else call
+    call = persist_form(communicator, x, op, spec, apply=options.apply)
+    return None if call is never_persistent else call
 
 
 # -- check of inputs for NaN and infinity (setting `check_finite`: off, warn, raise) -----------

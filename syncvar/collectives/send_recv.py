@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Never
 import numpy as np
 
 from syncvar._native import remember
-from syncvar.bootstrap.process import current, messages_entered_natively
+from syncvar.bootstrap.process import current, dispatch_messages
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.array_arguments import as_array
@@ -546,8 +546,8 @@ def _receive(
 
 
 if not TYPE_CHECKING:
-    send = messages_entered_natively(send, is_sending=True)
-    recv = messages_entered_natively(recv, is_sending=False)
+    send = dispatch_messages(send, is_sending=True)
+    recv = dispatch_messages(recv, is_sending=False)
 
 
 def _native_endpoint(communicator: Communicator, source: Any, dest: Any, tag: Any) -> Any:

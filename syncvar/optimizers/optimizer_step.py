@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.reduce_args import check_finite
-from syncvar.collectives.sharded_sums import shards_request
+from syncvar.collectives.sharded_sums import ShardsCall
 from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.gradient_call import Call, combine_cached, combining_request
+from syncvar.optimizers.gradient_call import Call, combine_persistent, combining_call
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.variables.grouped_writes import change_copies, copy_of
 from syncvar.variables.variable_owner import current_owner
@@ -165,8 +165,8 @@ class GradientStep:
             shown=(self.name, call.shown),
         )
         if call.shards is not None:
-            request = partial(shards_request, communicator, call.shards, call.op, name=spec)
-            totals = communicator.perform("apply_gradients", request, owner.timeout)
+            checked = partial(ShardsCall, communicator, call.shards, call.op, name=spec)
+            totals = communicator.perform("apply_gradients", checked, owner.timeout)
             for part, total in zip(plan.parts, totals, strict=True):
                 part.gradient[...] = total
             return
@@ -175,9 +175,9 @@ class GradientStep:
         def check() -> CheckedCall:
             if refused is not None:
                 raise _earlier_error(refused)
-            return combining_request(owner, plan, op, spec, weighted=weighted)
+            return combining_call(owner, plan, op, spec, weighted=weighted)
 
-        if refused is not None or not combine_cached(owner, plan, op, spec, weighted=weighted):
+        if refused is not None or not combine_persistent(owner, plan, op, spec, weighted=weighted):
             communicator.perform("apply_gradients", check, owner.timeout)
 
     def finish(self, call: Call, plan: BucketPlan, rate: float) -> None:

@@ -1,6 +1,6 @@
-"""The running operations of a process, and reactions to the launcher and to lost links.
+"""The running requests of a process, and reactions to the launcher and to lost links.
 
-The driver of the engine calls `StartedCalls`, which begins operations, delivers their frames and
+The driver of the engine calls `StartedCalls`, which begins requests, delivers their frames and
 checks their deadlines, and `Verdicts`.
 """
 
@@ -34,164 +34,160 @@ _FOLLOWING_LOOK_S = 0.25
 
 
 class StartedCalls:
-    """Operations of `core.inbox`, `core.active` and `core.under_way`, as the driver sees them."""
+    """Requests of `core.inbox`, `core.active` and `core.under_way`, as the driver sees them."""
 
     def __init__(self, core: Core, flow: Flow) -> None:
-        self.moved = 0.0  # when a shared-memory operation last made progress, monotonic seconds
+        self.moved = 0.0  # when a shared-memory request last made progress, monotonic seconds
         self._core = core
         self._book = core.book
         self._flow = flow
 
     @property
     def all(self) -> list[Request]:
-        """Operations that run or wait to begin, without those that are over."""
+        """Requests that run or wait to begin, without those that are over."""
         started = *list(self._core.active.values()), *list(self._core.inbox)
         return [one for one in started if not one.is_over]
 
     # -- from the start to the end -----------------------------------------------------------------
 
     def begin_waiting(self) -> None:
-        """Begin the operations in the inbox."""
+        """Begin the requests in the inbox."""
         while self._core.inbox:
-            operation = self._core.inbox.popleft()
-            key = (operation.group, operation.call)
+            request = self._core.inbox.popleft()
+            key = (request.group, request.call)
             if self._core.failure is not None:
-                operation.fail(self._core.failure)
+                request.fail(self._core.failure)
                 continue
-            refusal = self._book.refusal(operation)
-            self._book.note(operation.group, operation.call + 1)
+            refusal = self._book.refusal(request)
+            self._book.note(request.group, request.call + 1)
             if refusal is not None:
-                operation.fail(refusal)
-                self._flow.use_up(self._book.take_early(operation))
+                request.fail(refusal)
+                self._flow.use_up(self._book.take_early(request))
                 continue
-            self._core.active[key] = operation
-            if operation.is_shared:
-                self._core.under_way.append(operation)
+            self._core.active[key] = request
+            if request.is_shared:
+                self._core.under_way.append(request)
                 self.moved = time.monotonic()
-            operation.advance()
-            self._core.report_accident(operation)
-            for frame in self._book.take_early(operation):
-                if key in self._core.active and not operation.is_over:
-                    self.deliver(operation, frame)
+            request.advance()
+            self._core.report_accident(request)
+            for frame in self._book.take_early(request):
+                if key in self._core.active and not request.is_over:
+                    self.deliver(request, frame)
                 else:
                     self._flow.use_up([frame])
-            if operation.is_over and key in self._core.active:
-                self.retire(operation)
+            if request.is_over and key in self._core.active:
+                self.retire(request)
 
-    def deliver(self, operation: Request, frame: Frame) -> None:
-        """Pass a frame to its operation."""
+    def deliver(self, request: Request, frame: Frame) -> None:
+        """Pass a frame to its request."""
         if frame.header.kind == FrameType.WAKE:
             return
-        if frame.header.fingerprint != operation.fingerprint:
-            self._flow.consumed(frame.header.source, operation.group, frame.header.nbytes)
-            if not operation.mismatch:
-                operation.mismatch = True
-                self._report(operation, time.monotonic())
+        if frame.header.fingerprint != request.fingerprint:
+            self._flow.consumed(frame.header.source, request.group, frame.header.nbytes)
+            if not request.mismatch:
+                request.mismatch = True
+                self._report(request, time.monotonic())
             return
-        operation.accept(frame)
-        self._core.report_accident(operation)
-        if operation.is_shared:
+        request.accept(frame)
+        self._core.report_accident(request)
+        if request.is_shared:
             self.moved = time.monotonic()  # it polls the others again
-        if operation.state == RequestState.DRAINING:
-            operation.advance()
-        if operation.is_over:
-            self.retire(operation)
+        if request.state == RequestState.DRAINING:
+            request.advance()
+        if request.is_over:
+            self.retire(request)
 
     def look_at_shared(self) -> None:
-        """Advance the operations in shared memory."""
-        for operation in list(self._core.under_way):
-            channel = operation.channel
+        """Advance the requests in shared memory."""
+        for request in list(self._core.under_way):
+            channel = request.channel
             first = None if channel is None else channel.first
             if (
                 first is not None
-                and first is not operation
-                and operation.state == RequestState.RUNNING
-                and not operation.mismatch
+                and first is not request
+                and request.state == RequestState.RUNNING
+                and not request.mismatch
             ):
                 continue  # it is not its turn; there may be thousands of them
-            before = operation.need
-            operation.advance()
-            if operation.is_over:
+            before = request.need
+            request.advance()
+            if request.is_over:
                 self.moved = time.monotonic()
-                self._core.report_accident(operation)
-                self.retire(operation)
-            elif operation.need != before:
+                self._core.report_accident(request)
+                self.retire(request)
+            elif request.need != before:
                 self.moved = time.monotonic()
-            if operation.mismatch and not operation.reported:
-                self._report(operation, time.monotonic())
+            if request.mismatch and not request.reported:
+                self._report(request, time.monotonic())
 
-    def retire(self, operation: Request) -> None:
-        """Remove an operation that is over, and return the credit of its unused frames."""
-        self._core.active.pop((operation.group, operation.call), None)
-        if operation.is_shared:
+    def retire(self, request: Request) -> None:
+        """Remove a request that is over, and return the credit of its unused frames."""
+        self._core.active.pop((request.group, request.call), None)
+        if request.is_shared:
             with contextlib.suppress(ValueError):
-                self._core.under_way.remove(operation)
-            if (
-                operation.error is not None
-                and self._core.shm is not None
-                and operation.is_under_way
-            ):
+                self._core.under_way.remove(request)
+            if request.error is not None and self._core.shm is not None and request.is_under_way:
                 self._core.shm.quarantine()  # other ranks may still write for this call
-        self._flow.go_on(operation.group)
-        self._flow.use_up(operation.unused_frames())
-        if operation.reported and self._core.failure is None:
-            self._core.send_control("wait_end", group=operation.group, call=operation.call)
-        if operation.thread:
+        self._flow.go_on(request.group)
+        self._flow.use_up(request.unused_frames())
+        if request.reported and self._core.failure is None:
+            self._core.send_control("wait_end", group=request.group, call=request.call)
+        if request.thread:
             self._core.hand_over()
 
     # -- deadlines and long waits ------------------------------------------------------------------
 
     def expire(self, now: float, due: float) -> float:
-        """Fail late operations and report long waits; return when the next one is due, or `due`."""
+        """Fail late requests and report long waits; return when the next one is due, or `due`."""
         groups: set[int] = set()
-        for operation in list(self._core.active.values()):
-            if operation.state == RequestState.DRAINING:
-                operation.advance()
-                if operation.is_over:
-                    self.retire(operation)
+        for request in list(self._core.active.values()):
+            if request.state == RequestState.DRAINING:
+                request.advance()
+                if request.is_over:
+                    self.retire(request)
                     due = now
                     continue
                 due = min(due, now + _LOAN_LOOK_S)
-            if now >= operation.deadline:
-                self._miss_deadline(operation, now)
+            if now >= request.deadline:
+                self._miss_deadline(request, now)
                 return now
-            is_first = operation.group not in groups
-            groups.add(operation.group)
-            if now >= operation.report_at and (is_first or operation.thread):
-                self._report(operation, now)
+            is_first = request.group not in groups
+            groups.add(request.group)
+            if now >= request.report_at and (is_first or request.thread):
+                self._report(request, now)
             # If no thread waits, report only the first call of a group: the others cannot end
             # before it, and may be thousands.
-            report_at = operation.report_at
+            report_at = request.report_at
             due = min(
-                due, operation.deadline, report_at if report_at > now else now + _FOLLOWING_LOOK_S
+                due, request.deadline, report_at if report_at > now else now + _FOLLOWING_LOOK_S
             )
         return due
 
-    def _miss_deadline(self, operation: Request, now: float) -> None:
-        """Break the group because an operation missed its deadline."""
-        missing = operation.awaiting
+    def _miss_deadline(self, request: Request, now: float) -> None:
+        """Break the group because a request missed its deadline."""
+        missing = request.awaiting
         awaited = rank_list(missing) if missing else "its own sends"
-        call = self._core.recorder.numbers.text(operation.label, operation.group, operation.call)
+        call = self._core.recorder.numbers.text(request.label, request.group, request.call)
         error = DeadlineExceeded(
-            f"{call} did not finish within {operation.timeout_s:g} s: "
-            f"rank {self._core.rank} waited {now - operation.started:.1f} s for {awaited}",
+            f"{call} did not finish within {request.timeout_s:g} s: "
+            f"rank {self._core.rank} waited {now - request.started:.1f} s for {awaited}",
             missing,
-            operation.timeout_s,
+            request.timeout_s,
         )
         self._core.break_generation(error)
-        reason = f"gave up {call} after {operation.timeout_s:g} s"
+        reason = f"gave up {call} after {request.timeout_s:g} s"
         self._core.send_control(
             "group_failure",
             failure_kind="deadline",
             reason=reason,
-            group=operation.group,
-            call=operation.call,
+            group=request.group,
+            call=request.call,
             missing=list(missing),
         )
 
-    def _report(self, operation: Request, now: float) -> None:
-        operation.report_at = _FOREVER
-        operation.reported = True
+    def _report(self, request: Request, now: float) -> None:
+        request.report_at = _FOREVER
+        request.reported = True
         threads = sum(
             1
             for thread in threading.enumerate()
@@ -199,26 +195,26 @@ class StartedCalls:
             and not type(thread).__module__.startswith("zmq.")
         )
         waiting = len({other.thread for other in self._core.active.values() if other.thread})
-        if operation.is_unheard:
-            for peer in operation.awaiting:
+        if request.is_unheard:
+            for peer in request.awaiting:
                 if peer not in self._book.left:
                     self._flow.notify_waiting(
-                        peer, operation.group, operation.call, operation.fingerprint
+                        peer, request.group, request.call, request.fingerprint
                     )
         self._core.send_control(
             "wait_report",
-            group=operation.group,
-            members=list(operation.members),
-            call=operation.call,
-            ordinal=self._core.recorder.numbers.ordinal(operation.group, operation.call),
-            fingerprint=operation.fingerprint,
-            description=operation.label,
-            site=call_site(operation.thread),
-            awaiting=list(operation.awaiting),
-            alternatives=list(operation.alternatives),
-            waited_s=now - operation.started,
-            mismatch=operation.mismatch,
-            has_active_threads=operation.thread == 0
+            group=request.group,
+            members=list(request.members),
+            call=request.call,
+            ordinal=self._core.recorder.numbers.ordinal(request.group, request.call),
+            fingerprint=request.fingerprint,
+            description=request.label,
+            site=call_site(request.thread),
+            awaiting=list(request.awaiting),
+            alternatives=list(request.alternatives),
+            waited_s=now - request.started,
+            mismatch=request.mismatch,
+            has_active_threads=request.thread == 0
             or threads > waiting
             or self._core.callbacks.is_busy
             or any(other.has_listeners for other in self._core.active.values()),
@@ -257,12 +253,12 @@ class Verdicts:
         elif kind == "ping":
             self._core.send_control("status", **self._core.recorder.whereabouts())
 
-    def _call(self, operation: Request) -> str:
-        return self._core.recorder.numbers.text(operation.label, operation.group, operation.call)
+    def _call(self, request: Request) -> str:
+        return self._core.recorder.numbers.text(request.label, request.group, request.call)
 
     def _aborted(self, message: Message) -> None:
         active = self._core.active
-        operation = active.get((message["group"], message["call"]))
+        request = active.get((message["group"], message["call"]))
         rank = message["rank"]
         host = message["host"] or self._core.hosts.get(rank, "")
         if rank == self._core.rank:  # this process was stopped and runs again
@@ -273,15 +269,15 @@ class Verdicts:
                 )
             )
             return
-        if message["failure_kind"] == "deadline" and operation is not None:
+        if message["failure_kind"] == "deadline" and request is not None:
             others = tuple(rank for rank in message["missing"] if rank != self._core.rank)
-            missing = others or operation.awaiting
+            missing = others or request.awaiting
             self._core.break_generation(
                 DeadlineExceeded(
-                    f"{self._call(operation)} ended: rank {rank} {message['reason']}, waiting for "
+                    f"{self._call(request)} ended: rank {rank} {message['reason']}, waiting for "
                     f"{rank_list(missing)}",
                     missing,
-                    operation.timeout_s,
+                    request.timeout_s,
                 )
             )
             return
@@ -304,11 +300,11 @@ class Verdicts:
                 )
         self._book.add_decision(decision)
         self._core.is_quiet = False
-        for operation in list(self._core.active.values()):
-            if self._book.concerns(decision, operation):
-                operation.reported = False
-                operation.fail(self._book.sentence(decision, operation))
-                self._started.retire(operation)
+        for request in list(self._core.active.values()):
+            if self._book.concerns(decision, request):
+                request.reported = False
+                request.fail(self._book.sentence(decision, request))
+                self._started.retire(request)
 
     def _peer_left(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
         book = self._book
@@ -316,10 +312,10 @@ class Verdicts:
         self._core.is_quiet = False
         self._core.recorder.note("left", f"rank {rank}")
         self._questions.fail(book.ended(rank, "it answered a question"), rank)
-        for operation in list(self._core.active.values()):
-            if book.is_without(rank, operation):
-                operation.fail(book.ended(rank, self._call(operation)))
-                self._started.retire(operation)
+        for request in list(self._core.active.values()):
+            if book.is_without(rank, request):
+                request.fail(book.ended(rank, self._call(request)))
+                self._started.retire(request)
 
     # -- lost links --------------------------------------------------------------------------------
 
@@ -355,17 +351,17 @@ class Verdicts:
     def _fail_without_cut_peers(self) -> bool:
         """Fail calls that wait for frames of finished ranks with lost links; return if any did."""
         core, has_failed = self._core, False
-        for operation in list(core.active.values()):
-            awaited = () if operation.links is None else operation.links.awaiting
+        for request in list(core.active.values()):
+            awaited = () if request.links is None else request.links.awaiting
             for peer in self._cut.keys() & set(awaited):
-                label = self._call(operation)
+                label = self._call(request)
                 detail = (
                     f"{label} waits for what it sent, and its link was lost before that arrived: "
                     f"{self._cut[peer]}"
                 )
                 host = core.hosts.get(peer, "")
-                operation.fail(PeerLost(peer, host, "finished", detail, status=0))
-                self._started.retire(operation)
+                request.fail(PeerLost(peer, host, "finished", detail, status=0))
+                self._started.retire(request)
                 has_failed = True
                 break
         return has_failed
@@ -404,9 +400,9 @@ class Verdicts:
 
     def _activity_text(self, group: int, block: SkippedCall) -> str:
         activity = "computes"
-        operation = self._core.active.get((group, block.following))
-        if operation is not None:
-            activity = f"is in {self._call(operation)} at {call_site(operation.thread)}"
+        request = self._core.active.get((group, block.following))
+        if request is not None:
+            activity = f"is in {self._call(request)} at {call_site(request.thread)}"
         return f"{SKIPPED_CALL}, and {activity}"
 
     def _refuse_following(self, group: int, block: SkippedCall, last: int, reason: str) -> None:

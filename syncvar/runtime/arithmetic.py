@@ -98,9 +98,9 @@ def _copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
         target[start : start + PIECE] = source[start : start + PIECE]
 
 
-def copier() -> Copier:
-    """Return the function that copies flat arrays now: one that keeps the GIL under contention."""
-    return _copy_holding if gil_monitor.holds() else np.copyto
+def copier(*, hold: bool) -> Copier:
+    """Return a function that copies flat arrays; `hold` keeps the GIL."""
+    return _copy_holding if hold else np.copyto
 
 
 HALVES = {"float16": int(HalfType.FLOAT16), "bfloat16": int(HalfType.BFLOAT16)}
@@ -138,9 +138,11 @@ def _suits_native(arithmetic: Arithmetic) -> bool:
     return native_program(b"", 0, (), (), arithmetic.native) is not None
 
 
-def folder(arithmetic: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
-    """Return a function that combines terms into an array, and divides."""
-    ufunc, divisor, hold = arithmetic.ufunc, arithmetic.divisor, gil_monitor.holds()
+def folder(
+    arithmetic: Arithmetic, *, hold: bool
+) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
+    """Return a function that combines terms into an array, and divides; `hold` keeps the GIL."""
+    ufunc, divisor = arithmetic.ufunc, arithmetic.divisor
     if ufunc is None:
         return _fold_nothing
     if arithmetic.wire != arithmetic.accumulate:

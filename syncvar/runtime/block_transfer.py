@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar._native.constants import ADDRESS, BlockOffer, MemoryKind
+from syncvar._native.constants import ADDRESS, OFFER_BITS, BlockOffer, MemoryKind, Need
 from syncvar.runtime.arithmetic import Arithmetic
 from syncvar.runtime.instructions import (
     Await,
@@ -45,7 +45,6 @@ from syncvar.runtime.instructions import (
     in_cell,
 )
 from syncvar.runtime.program_runner import (
-    DISAGREE,
     RemoteRef,
     ShmRef,
     SlotProgram,
@@ -75,10 +74,10 @@ _NATIVE_SLOT_BYTES = 8 << 10  # up to here small slots are faster if programs ru
 _READ_BYTES = 512 << 10  # from here on reading one of several blocks is faster than cells
 _LONE = 128  # the same for a single block: so many times _READ_BYTES
 
-NOTHING: NDArray[Any] = np.empty(0, np.uint8)
+NO_RESULT: NDArray[Any] = np.empty(0, np.uint8)
 """`Blocks.output` of a rank that gets no result."""
 
-# Published beside the check is a mark: the side of the rank's first cells << 3 | its `BlockOffer`.
+# Published beside the check is a mark: the side of the first cells << OFFER_BITS | `BlockOffer`.
 _READS, _RESIDENT, _LOCATED = map(int, BlockOffer)
 _OFFER = _READS | _RESIDENT | _LOCATED
 
@@ -396,7 +395,7 @@ class Movement:
 def move_shared(
     channel: GroupChannel, opening: tuple[int, int], movement: Movement
 ) -> Iterator[int]:
-    """Publish and take blocks in a call (call, check); yield the publications to wait for."""
+    """Publish and take blocks in a call (call, check); yield the needs."""
     call, check = opening
     mark = _put_blocks(channel, movement)
     try:
@@ -448,7 +447,7 @@ def add_native_programs(
         if program is None:
             return False
         last_side = -1 if code.last_side is None else code.last_side
-        native.learn(pattern, into_all, by_owners, last_side, program)
+        native.add_program(pattern, into_all, by_owners, last_side, program)
     return True
 
 
@@ -467,7 +466,7 @@ def _put_blocks(channel: GroupChannel, movement: Movement) -> int:
         code = layout.code(channel, blocks, TransferPath.CELLS)
         open_code(channel, code, layout.arithmetic, movement.arrays, side)
         channel.tail = side
-    return side << 3 | offer
+    return side << OFFER_BITS | offer
 
 
 def slots_of_blocks(channel: GroupChannel, layout: TransferLayout, blocks: Blocks) -> SlotProgram:
@@ -508,7 +507,7 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
     sources, marks = channel.arrays()
     if channel.disagreeing(layout.check_of(check)):
         if layout.detail is None or any(source != check for source in sources):
-            yield DISAGREE
+            yield Need.DISAGREE
         return
     if layout.detail == 0:
         return
@@ -516,7 +515,7 @@ def take_blocks(channel: GroupChannel, check: int, movement: Movement) -> Iterat
         _slots_of(channel, movement).run((movement.arrays,))
         movement.is_done = True
         return
-    sides = tuple([mark >> 3 for mark in marks])
+    sides = tuple([mark >> OFFER_BITS for mark in marks])
     offers = [mark & _OFFER for mark in marks]
     if reduce(and_, offers) & (_READS | _RESIDENT):  # every rank can take every block directly
         code = layout.code(channel, blocks, TransferPath.DIRECT)

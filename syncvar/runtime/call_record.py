@@ -61,7 +61,7 @@ class Event(NamedTuple):
     path: str  # "shm" or "links", and the algorithm; empty if the call ended before the choice
     began_ns: int  # start, CLOCK_MONOTONIC
     ended_ns: int  # end; 0 for a call that is still running
-    state: str  # "started", "done", "failed", or "noted" for an entry that is no operation
+    state: str  # "started", "done", "failed", or "noted" for an entry that is no call
     thread: int  # identity of the calling thread
     detail: str  # error text, or details of a noted event
     # The fields from here to `tag` are those of `CollectiveSpec`; a shape is text, "[2, 3]"
@@ -112,7 +112,7 @@ class CallInfo(NamedTuple):
 
 
 class PendingRecord:
-    """The entry of an operation that is still running."""
+    """The entry of a call that is still running."""
 
     __slots__ = ("began", "call", "ended", "error", "info", "nbytes", "state", "thread", "way")
 
@@ -128,7 +128,7 @@ class PendingRecord:
         self.error = _NO_ERROR
 
     def stage(self, algorithm: str, nbytes: int) -> None:
-        """Record that the operation reaches a schedule that works on so many bytes."""
+        """Record that the call reaches a schedule that works on so many bytes."""
         self.way = f"{self.info.path} {algorithm}"
         self.nbytes += nbytes
 
@@ -142,7 +142,7 @@ class PendingRecord:
 
 
 UNRECORDED = PendingRecord(CallInfo(CollectiveSpec("")), NOWHERE, 0)
-"""Stands for the entry of operations that are not recorded."""
+"""Stands for the entry of calls that are not recorded."""
 
 
 def event_of(entry: Any) -> Event:
@@ -273,7 +273,7 @@ def size_of(info: CallInfo, nbytes: int) -> int:
 
 
 class Totals:
-    """Counts calls as the ring records them; 0.25 us for each cached call."""
+    """Counts calls as the ring records them; 0.25 us for each persistent call."""
 
     def __init__(self, append: Callable[[Any], None]) -> None:
         self._append = append
@@ -283,7 +283,7 @@ class Totals:
         self._rows: dict[tuple[str, int, tuple[int, ...], int], list[int]] = {}
 
     def add(self, item: Any) -> None:
-        """Record an operation in the ring and in the totals."""
+        """Record a call in the ring and in the totals."""
         self._append(item)
         if type(item) is tuple:
             info, _, began, ended, _ = item

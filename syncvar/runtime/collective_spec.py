@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from syncvar.core.pytree import TreeDef
 
-_STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: all steps below 2**64 give different digests
-_DIGEST_MASK = (1 << 64) - 1
+_STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: all steps below 2**64 give different fingerprints
+_MASK = (1 << 64) - 1
 
 
 @lru_cache(maxsize=4096)
@@ -55,13 +55,13 @@ class CollectiveSpec(NamedTuple):
     text: Callable[[CollectiveSpec], str] | None = None  # returns another label
 
     @property
-    def digest(self) -> int:
-        """The signature: ranks that make the same call have the same one."""
+    def fingerprint(self) -> int:
+        """The call signature: ranks that make the same call have the same one."""
         if self.compared:
             return fingerprint(self.compared)
         fields = self[: _UNIFORM if self.is_uniform else _RAGGED]
         # The hash is without the step: a hash for each step would push others out of the cache.
-        return (fingerprint(*fields) + self.step * _STEP_SPREAD) & _DIGEST_MASK
+        return (fingerprint(*fields) + self.step * _STEP_SPREAD) & _MASK
 
     @property
     def label(self) -> str:

@@ -1,13 +1,12 @@
-"""The calls of one group: members, call numbers, compiled schedules, cached calls.
+"""The calls of one group: members, call numbers, compiled schedules, persistent calls.
 
-Every collective ends in `Communicator.perform` or in a cached call of the group.
+Every collective ends in `Communicator.perform` or in a persistent call of the group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from syncvar._native import CommunicatorState, note_change
@@ -35,27 +34,40 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
-    PreparedCall = Callable[..., NDArray[Any] | None]
+    Persistent = Callable[..., NDArray[Any] | None]
 
-_PREPARED_MAX = 2048
+_PERSISTENT_MAX = 2048
 _EPOCH_CALLS = 10**6
 
 
-@dataclass(slots=True)
 class CheckedCall:
-    """A call whose arguments are checked, ready to become a request."""
+    """A call whose arguments are checked, ready to become a request. A subclass is one call."""
 
-    spec: CollectiveSpec
-    body: Generator[Stage, None, Any]
-    message: Sending | Receiving | None = None  # may use a ring in shared memory
+    message: Sending | Receiving | None = None
 
-    def then(self, finish: Callable[[Any], Any]) -> CheckedCall:
-        """Return the call whose result is `finish` of this one's result."""
+    def __init__(self, spec: CollectiveSpec) -> None:
+        self.spec = spec
 
-        def body() -> Generator[Stage, None, Any]:
-            return finish((yield from self.body))
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Return the stages, which end with the result of the call."""
+        raise NotImplementedError
 
-        return CheckedCall(self.spec, body())
+
+class MessageCall(CheckedCall):
+    """A message, which may use a ring in shared memory, or else takes its stages over links."""
+
+    def __init__(
+        self,
+        spec: CollectiveSpec,
+        stages: Generator[Stage, None, Any],
+        message: Sending | Receiving | None,
+    ) -> None:
+        super().__init__(spec)
+        self._stages, self.message = stages, message
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Return the stages over links."""
+        return self._stages
 
 
 def _end_of(number: int) -> int:
@@ -166,9 +178,9 @@ class Communicator(CommunicatorState):
         self.matcher: Any = None  # a `p2p_matching.MessageMatcher`, once it is needed
         # By members: where they agree on groups of themselves.
         self.meeting_places: dict[tuple[int, ...], Communicator] = {}
-        self.prepares = True
+        self.keeps_persistent = True
         # By (name, op, dtype, shape, reproducible) or another key.
-        self.prepared_calls: dict[Any, PreparedCall] = {}
+        self.persistent_calls: dict[Any, Persistent] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
@@ -190,14 +202,14 @@ class Communicator(CommunicatorState):
         """Return the algorithm that the job's setting demands for a collective."""
         return self.plan.forced.get(collective)
 
-    def keep_prepared(self, key: Any, prepared: PreparedCall | None) -> PreparedCall | None:
+    def keep_persistent(self, key: Any, persistent: Persistent | None) -> Persistent | None:
         """Cache a compiled call, if this group caches calls."""
-        if prepared is None or not self.prepares:
+        if persistent is None or not self.keeps_persistent:
             return None
-        if len(self.prepared_calls) >= _PREPARED_MAX:
-            self.prepared_calls.clear()
-        self.prepared_calls[key] = prepared
-        return prepared
+        if len(self.persistent_calls) >= _PERSISTENT_MAX:
+            self.persistent_calls.clear()
+        self.persistent_calls[key] = persistent
+        return persistent
 
     @property
     def epoch(self) -> int:
@@ -313,27 +325,27 @@ class Communicator(CommunicatorState):
                     if engine.queues:
                         send_queued(engine.queues)
                 with quiet():
-                    request = check()
+                    checked = check()
             except Exception as error:
                 self._refuse(name, call, error)
                 raise
-            operation = self.operation(call, request)
+            request = self.request_of(call, checked)
             if engine is None or self.size == 1:
-                operation.advance()
-                work = Work(None, operation)
+                request.advance()
+                work = Work(None, request)
                 return work if async_op else work.wait()
             if async_op and self.uneven is None:
-                operation.site = own_site()
-                engine.start(operation, allowed)
-                if not operation.is_over:
+                request.site = own_site()
+                engine.start(request, allowed)
+                if not request.is_over:
                     engine.transport.wake()  # the progress thread continues it
-                return Work(engine, operation, sends=not after_queued)
+                return Work(engine, request, sends=not after_queued)
             if not async_op:
-                return engine.run(operation, allowed)
+                return engine.run(request, allowed)
             # Blocks of sv.uneven run asynchronous calls at once.
             with contextlib.suppress(MismatchError):
-                engine.run(operation, allowed)
-            return Work(None, operation)
+                engine.run(request, allowed)
+            return Work(None, request)
 
     def _refuse(self, name: str | CollectiveSpec, call: int, error: Exception) -> None:
         """Record a call with bad arguments, and inform the group."""
@@ -371,28 +383,28 @@ class Communicator(CommunicatorState):
             info = CallInfo(CollectiveSpec("a message"), self.identity, self.members)
             self.engine.interrupted(Request(self.recorder.begin(info, call, begin), None), error)
 
-    def operation(self, call: int, request: CheckedCall, begin: int | None = None) -> Request:
+    def request_of(self, call: int, checked: CheckedCall, begin: int | None = None) -> Request:
         """Return a call as a request of the engine."""
-        hosts, message = self.hosts, request.message
+        hosts, message = self.hosts, checked.message
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "shm" if is_shared else "links"
-        info = self.call_info(request.spec, 0, way)
+        info = self.call_info(checked.spec, 0, way)
         entry = self.recorder.begin(info, call, begin)
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
-            self.engine.adopt()  # cached calls that are before it in the channel's queue
-        steps = stage_steps(entry, request.body, channel, links)
+            self.engine.continue_async_calls()  # they are before it in the channel's queue
+        steps = stage_steps(entry, checked.stages(), channel, links)
         if message is None or links is None:
             return Request(entry, steps, channel, links)
-        operation = Request(entry, message.steps(entry, links, steps), channel, links)
-        operation.is_shared = True
-        operation.abandon = message.abandon
-        return operation
+        request = Request(entry, message.steps(entry, links, steps), channel, links)
+        request.is_shared = True
+        request.abandon = message.abandon
+        return request
 
     def call_info(self, spec: CollectiveSpec, nbytes: int, path: str) -> CallInfo:
         """Return the part of a record that all calls of this description share."""
-        return CallInfo(spec, self.identity, self.members, spec.digest, nbytes, path)
+        return CallInfo(spec, self.identity, self.members, spec.fingerprint, nbytes, path)
 
     def begin_epoch(self) -> None:
         """Begin a new block of call numbers (see `begin_epochs`)."""
@@ -428,7 +440,7 @@ class Communicator(CommunicatorState):
         if self.engine is not None and self.is_shared:
             self.engine.book.note(self.identity, self.next_call)
         self.channel = self.hosts = None
-        self.prepared_calls.clear()
+        self.persistent_calls.clear()
         self.plan.forget()
         self.streams.clear()
 

@@ -394,7 +394,7 @@ class Flow:
         self._transport.send(peer, header)
 
     def go_on(self, group: int) -> None:
-        """Send what is possible after an operation of a group has ended: another may be oldest."""
+        """Send what is possible after a request of a group has ended: another may be oldest."""
         for (peer, other), credit in list(self._credits.items()):  # a failing send clears the dict
             if other == group and credit.queue:
                 self._go_on(peer, credit)
@@ -408,7 +408,7 @@ class Flow:
         return fits and self._is_oldest(links)
 
     def _is_oldest(self, links: LinkExchange) -> bool:
-        """Return whether no older operation of the group is running."""
+        """Return whether no older request of the group is running."""
         group, call = links.group, links.call
         return not any(number < call for other, number in list(self._active) if other == group)
 

@@ -37,7 +37,7 @@ from syncvar.protocol.fixed_records import (
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.runtime.call_record import CallInfo, PendingRecord
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
-from syncvar.runtime.communicator import CheckedCall
+from syncvar.runtime.communicator import CheckedCall, MessageCall
 from syncvar.runtime.p2p_requests import WAY, Receiving, Sending
 from syncvar.runtime.request import Request, Stage
 from syncvar.runtime.work import Work
@@ -251,12 +251,12 @@ class P2PChannel:
                 checked = self._resumed(array, call, number, done)
             finally:
                 end.lock.release()
-            operation = stream.operation(call, checked, begin)
+            request = stream.request_of(call, checked, begin)
         except BaseException as failure:
             end.cancel(number)
             stream.interrupt(call, begin, failure)
             raise
-        return self._engine.take_over(operation, None)
+        return self._engine.take_over(request, None)
 
     def _resumed(self, array: NDArray[Any], call: int, number: int, done: int) -> CheckedCall:
         """Return the call that continues a long message; the caller holds the ring's lock."""
@@ -305,14 +305,14 @@ class SendChannel(P2PChannel):
                     self._complete(message_type, call, begin)
                     return True
                 stream.next_call = call + 1
-                operation = stream.operation(
-                    call, self._request(kind, array, message, is_long=is_long), begin
+                request = stream.request_of(
+                    call, self._checked_message(kind, array, message, is_long=is_long), begin
                 )
             except BaseException as error:  # the other rank may or may not have the message
                 message.abandon()
                 stream.interrupt(call, begin, error)
                 raise
-            self._engine.take_over(operation, timeout)
+            self._engine.take_over(request, timeout)
             self._remember(message_type)
             return True
         finally:
@@ -321,9 +321,9 @@ class SendChannel(P2PChannel):
     def checked(self, kind: int, array: NDArray[Any], *, synchronous: bool = False) -> CheckedCall:
         """Return the call that sends an array, or an object as bytes; raise ConfigError."""
         is_long = synchronous or array.nbytes > self._eager_bytes
-        return self._request(kind, array, is_long=is_long)
+        return self._checked_message(kind, array, is_long=is_long)
 
-    def _request(
+    def _checked_message(
         self, kind: int, array: NDArray[Any], message: Sending | None = None, *, is_long: bool
     ) -> CheckedCall:
         record = array_record(array, int(is_long))._replace(kind=kind)
@@ -332,7 +332,7 @@ class SendChannel(P2PChannel):
             message = Sending(self.end, type_code, array, is_long=is_long)
         data = np.frombuffer(pack_record(record), np.uint8)
         body = self._stages(data, array.reshape(-1), waits=is_long)
-        return CheckedCall(self._spec(kind, array), body, message)
+        return MessageCall(self._spec(kind, array), body, message)
 
     def _stages(
         self, record: NDArray[Any], work: NDArray[Any], *, waits: bool
@@ -345,7 +345,7 @@ class SendChannel(P2PChannel):
         assert self.end is not None
         type_code = self._type_of(ARRAY, array).type_code
         message = Sending(self.end, type_code, array, number, done, is_long=True)
-        return self._request(ARRAY, array, message, is_long=True)
+        return self._checked_message(ARRAY, array, message, is_long=True)
 
     def _spec(self, kind: int, array: NDArray[Any] | None) -> CollectiveSpec:
         assert array is not None
@@ -385,7 +385,7 @@ class RecvChannel(P2PChannel):
                 if not waits:
                     return None
                 stream.next_call = call + 1
-                operation = stream.operation(call, self.checked(args), begin)
+                request = stream.request_of(call, self.checked(args), begin)
             except SyncvarError as error:  # of this message only; the sender has completed
                 self.counter.next_call = stream.next_call = call + 1
                 stream.recorder.begin(self._call_info(args.kind, None), call, begin).end(error)
@@ -394,14 +394,14 @@ class RecvChannel(P2PChannel):
             except BaseException as error:
                 stream.interrupt(call, begin, error)
                 raise
-            return Delivered(engine.take_over(operation, timeout))
+            return Delivered(engine.take_over(request, timeout))
         finally:
             stream.busy.release()
 
     def checked(self, args: ReceiveArgs) -> CheckedCall:
         """Return the call that receives a message."""
         message = None if self.end is None else Receiving(self.end, args.landing, args.finish)
-        return CheckedCall(self._spec(args.kind, None), self._stages(args), message)
+        return MessageCall(self._spec(args.kind, None), self._stages(args), message)
 
     def _stages(self, args: ReceiveArgs) -> Generator[Stage, None, Any]:
         data = np.empty(RECORD_BYTES, np.uint8)
@@ -433,9 +433,9 @@ def ended(result: Any = None, error: SyncvarError | None = None) -> Work:
         >>> ended(5).wait()
         5
     """
-    operation = Request(PendingRecord(TO_ITSELF, 0, 0), None)
+    request = Request(PendingRecord(TO_ITSELF, 0, 0), None)
     if error is None:
-        operation.complete(result)
+        request.complete(result)
     else:
-        operation.fail(error)
-    return Work(None, operation)
+        request.fail(error)
+    return Work(None, request)

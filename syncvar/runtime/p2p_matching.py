@@ -405,13 +405,13 @@ class MessageMatcher:
     def request(self, spec: CollectiveSpec, call: int, steps: ProbeSteps) -> Request:
         """Return a request that waits for a message."""
         entry = self.communicator.recorder.begin(self._call_info(spec), call)
-        operation = steps.wait.outer = Request(entry, steps.run(entry))
-        operation.is_shared = True  # nothing else signals its end
-        operation.alternatives = steps.wait.alternatives()
-        return operation
+        request = steps.wait.outer = Request(entry, steps.run(entry))
+        request.is_shared = True  # nothing else signals its end
+        request.alternatives = steps.wait.alternatives()
+        return request
 
     def _call_info(self, spec: CollectiveSpec) -> CallInfo:
-        return CallInfo(spec, self._identity, self._members, spec.digest)
+        return CallInfo(spec, self._identity, self._members, spec.fingerprint)
 
     def channel(self, found: MessageInfo) -> RecvChannel:
         """Return the channel of a message that another rank has sent."""
@@ -427,7 +427,7 @@ class MessageMatcher:
         """
         if found.source == self.rank:
             work = self.mailbox.receive(found.tag, args, async_op=True)
-            return work.operation if work.has_message else None
+            return work.request if work.has_message else None
         channel = self.channel(found)
         stream = channel.stream
         if not stream.busy.acquire(blocking=False):
@@ -437,7 +437,7 @@ class MessageMatcher:
                 return None
             call = stream.next_call
             stream.next_call = call + 1
-            return stream.operation(call, channel.checked(_exact(args, found)))
+            return stream.request_of(call, channel.checked(_exact(args, found)))
         finally:
             stream.busy.release()
 
@@ -655,8 +655,8 @@ def probe_messages(
     if matcher.engine is None or tuple(sources) == (matcher.rank,):
         raise matcher.mailbox.refusal(spec.collective, tag, "probe after that")
     wait = MessageWait(matcher, sources, tag, spec.label)
-    operation = matcher.request(spec, call, ProbeSteps(matcher, wait))
-    result: MessageInfo = matcher.engine.run(operation, allowed)
+    request = matcher.request(spec, call, ProbeSteps(matcher, wait))
+    result: MessageInfo = matcher.engine.run(request, allowed)
     return result
 
 
@@ -715,12 +715,12 @@ def _started(
     engine = matcher.engine
     assert engine is not None  # there are two ranks
     steps = AnyReceiveSteps(matcher, search.sources, search.tag, args)
-    operation = matcher.request(spec, search.call, steps)
-    operation.site = own_site()
-    engine.start(operation, allowed)
-    if not operation.is_over:
+    request = matcher.request(spec, search.call, steps)
+    request.site = own_site()
+    engine.start(request, allowed)
+    if not request.is_over:
         engine.transport.wake()  # the progress thread continues it
-    return Work(engine, operation)
+    return Work(engine, request)
 
 
 # -- messages to this rank itself ------------------------------------------------------------------
@@ -841,31 +841,31 @@ class _OwnReceive(Work):
         super().__init__(None, Request(PendingRecord(TO_ITSELF, 0, 0), None))
 
     @property
-    def operation(self) -> Request:
+    def request(self) -> Request:
         """The request that this work waits for."""
-        return self._operation
+        return self._request
 
     @property
     def has_message(self) -> bool:
         """Whether the message has come."""
-        return self._operation.is_over
+        return self._request.is_over
 
     def accept(self, one: _OwnMessage) -> None:
         """Complete with a message, and a synchronous send of it."""
         try:
             result = self._args.finish(one.kind, one.message)
         except SyncvarError as error:  # the receive fails, not the send
-            self._operation.fail(error)
+            self._request.fail(error)
         else:
             if self._rank is not None:
                 result = AnyMessage(self._rank, result, one.tag, one.kind == BYTES)
-            self._operation.complete(result)
+            self._request.complete(result)
         if one.receipt is not None:
             one.receipt.complete(None)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the message; raise UsageError, now or again later, if it has not been sent."""
-        if not self._operation.is_over and self._refusal is not None:
+        if not self._request.is_over and self._refusal is not None:
             raise self._refusal
         return super().wait(timeout)
 
@@ -879,6 +879,6 @@ class _OwnSend(Work):
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return; raise UsageError, now or again later, if nobody has received the message."""
-        if not self._operation.is_over:
+        if not self._request.is_over:
             raise self._refusal
         return super().wait(timeout)

@@ -15,11 +15,12 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncvar._native import native_call
+from syncvar._native.constants import Need
 from syncvar.core.reduce_ops import quiet_caller
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo, site_of
-from syncvar.runtime.program_runner import DISAGREE, settled
-from syncvar.runtime.request import START, Request
+from syncvar.runtime.program_runner import settled
+from syncvar.runtime.request import Request
 from syncvar.runtime.work import Work, checked_timeout
 from syncvar.shm.channel_table import check_of
 
@@ -56,7 +57,7 @@ class BoundArrays(Protocol):
 
 
 class SharedProgram(Protocol):
-    """What this rank does in each repetition; its steps yield publications to wait for."""
+    """What this rank does in each repetition; its steps yield needs."""
 
     def bind(self, x: Any, out: Any) -> BoundArrays | None:
         """Return the arrays of a call; None, or an error, for the slow path."""
@@ -73,7 +74,8 @@ class SharedProgram(Protocol):
     def resume(self, check: int, arrays: Any, suspended: Any, native: Any) -> Iterator[int]:
         """Return the rest of a call that the C extension has published.
 
-        `suspended` is its run of the program, if it has begun one. `native` learns the placement.
+        `suspended` is its run of the program, if it has begun one. `native` gets the program of its
+        placement.
         """
 
 
@@ -107,7 +109,7 @@ class PersistentCall:
         """Return the record's part of one repetition, which may have a description of its own."""
         if spec is None:
             return self.info
-        return self.info._replace(spec=spec, fingerprint=spec.digest)
+        return self.info._replace(spec=spec, fingerprint=spec.fingerprint)
 
     def __call__(
         self, x: Any, out: Any, spec: CollectiveSpec | None = None, timeout: float | None = None
@@ -129,19 +131,19 @@ class PersistentCall:
                 return None
             number = communicator.next_call
             communicator.next_call = number + 1
-            begin = monotonic_ns()
+            began = monotonic_ns()
             info = self.info if spec is None else self.info_of(spec)
             try:
-                request = self._run(info, number, begin, arrays)
+                request = self._run(info, number, began, arrays)
                 if request is None:
-                    engine.recorder.add((info, number, begin, monotonic_ns(), get_ident()))
+                    engine.recorder.add((info, number, began, monotonic_ns(), get_ident()))
                     return arrays.result
             except BaseException as error:
-                self.interrupt(number, begin, error, spec)
+                self.interrupt(number, began, error, spec)
                 raise
-            return self.continue_in_engine(request, begin, timeout)
+            return self.continue_in_engine(request, began, timeout)
 
-    def begin(  # noqa: PLR0913, PLR0917  (also called by the C extension)
+    def start(  # noqa: PLR0913, PLR0917  (also called by the C extension)
         self,
         x: Any,
         out: Any,
@@ -149,14 +151,14 @@ class PersistentCall:
         site: Any,
         instruction: int | None = None,
     ) -> Work | None:
-        """Begin the call asynchronously; return None, having done nothing, for the slow path.
+        """Start the call; return None, having done nothing, for the slow path.
 
         `site` is the text of the call site. With `instruction` it is a code object, and the text is
         made from both.
         """
         channel, engine, communicator = self.channel, self.engine, self.communicator
         if engine.async_calls:
-            engine.adopt()  # they are before this call in the channel's queue
+            engine.continue_async_calls()  # they are before this call in the channel's queue
         if not self._may_begin():
             return None
         try:
@@ -168,14 +170,14 @@ class PersistentCall:
         with communicator.busy:
             number = communicator.next_call
             communicator.next_call = number + 1
-            begin = monotonic_ns()
+            began = monotonic_ns()
             try:
                 opening = number, check_of(self.info.fingerprint, number)
                 steps = _settled_steps(channel, self.program.run(opening, arrays), arrays)
-                request = self._request(self.info, number, begin, steps, START, arrays.held)
+                request = self._request(self.info, number, began, steps, Need.AT_ONCE, arrays.held)
                 request.site = _site_text(site, instruction)
             except BaseException as error:
-                self.interrupt(number, begin, error, None)
+                self.interrupt(number, began, error, None)
                 raise
             engine.start(request, _allowed_s(timeout))
         if not request.is_over:
@@ -192,7 +194,7 @@ class PersistentCall:
             and not (engine.driver and engine.driver == get_ident())
         )
 
-    def _run(self, info: CallInfo, number: int, begin: int, arrays: BoundArrays) -> Request | None:
+    def _run(self, info: CallInfo, number: int, began: int, arrays: BoundArrays) -> Request | None:
         """Run the program while spinning; return the request of the rest, None for no rest."""
         steps = self.program.run((number, check_of(info.fingerprint, number)), arrays)
         # Runs the steps without NumPy's warnings, and spins between them.
@@ -201,12 +203,12 @@ class PersistentCall:
             if not arrays.inputs_differ:
                 return None
             need = self.channel.last
-        return self._request(info, number, begin, _rest(steps, arrays), need, arrays.held)
+        return self._request(info, number, began, _rest(steps, arrays), need, arrays.held)
 
     def _request(  # noqa: PLR0913, PLR0917  (the parts of a request)
-        self, info: CallInfo, number: int, begin: int, steps: Any, need: int, held: Any = None
+        self, info: CallInfo, number: int, began: int, steps: Any, need: int, held: Any = None
     ) -> Request:
-        entry = self.engine.recorder.begin(info, number, begin)
+        entry = self.engine.recorder.begin(info, number, began)
         request = Request(entry, steps, self.channel, wait=need)
         request.held = held
         return request
@@ -214,7 +216,7 @@ class PersistentCall:
     def request_of_published(  # noqa: PLR0913, PLR0917  (called by the C extension)
         self,
         number: int,
-        begin: int,
+        began: int,
         x: Any,
         out: Any,
         output: Any,
@@ -228,19 +230,19 @@ class PersistentCall:
         check = check_of(info.fingerprint, number)
         steps = self.program.resume(check, arrays, suspended, native)
         rest, need = _rest(steps, arrays), self.channel.last
-        return self._request(info, number, begin, rest, need, arrays.held)
+        return self._request(info, number, began, rest, need, arrays.held)
 
-    def continue_in_engine(self, request: Request, begin: int, timeout: float | None) -> Any:
+    def continue_in_engine(self, request: Request, began: int, timeout: float | None) -> Any:
         """Wait for the rest of a call in the engine, which enforces the deadline."""
         result = self.engine.take_over(request, _allowed_s(timeout))
         if self.is_timed:
-            gil_monitor.note((monotonic_ns() - begin) / 1e9, self.info.nbytes)
+            gil_monitor.note((monotonic_ns() - began) / 1e9, self.info.nbytes)
         return result
 
-    def adopt(  # noqa: PLR0913, PLR0917  (called by the C extension)
+    def continue_async(  # noqa: PLR0913, PLR0917  (called by the C extension)
         self,
         number: int,
-        begin: int,
+        began: int,
         x: Any,
         out: Any,
         output: Any,
@@ -249,17 +251,17 @@ class PersistentCall:
         instruction: int | None,
     ) -> Request:
         """Let the engine continue the started call that is first in the channel's queue."""
-        request = self.request_of_published(number, begin, x, out, output, None, None, None)
+        request = self.request_of_published(number, began, x, out, output, None, None, None)
         request.site = _site_text(site, instruction)
         self.channel.queue.popleft()
-        self.engine.start(request, _allowed_s(timeout), begin / 1e9)
+        self.engine.start(request, _allowed_s(timeout), began / 1e9)
         return request
 
     def interrupt(
-        self, number: int, begin: int, error: BaseException, spec: CollectiveSpec | None
+        self, number: int, began: int, error: BaseException, spec: CollectiveSpec | None
     ) -> None:
         """Abort the job: an exception has left a call in which other ranks take part."""
-        request = self._request(self.info_of(spec), number, begin, iter(()), DISAGREE)
+        request = self._request(self.info_of(spec), number, began, iter(()), Need.DISAGREE)
         self.channel.queue.clear()
         self.engine.interrupted(request, error)
 
@@ -294,12 +296,13 @@ class NativeCallSpec:
         terms: Copies that are combined instead, in rank order.
         ring: Offset of the slots that take turns; 0 for none, -1 for the fixed slot.
         detail: Detail of the layout, see `TransferLayout`.
-        publishes_check: Whether the plain check is published beside the one with the detail.
+        moves_blocks: Whether it moves blocks. Then ranks publish the plain check beside the one
+            with the detail, and the locations of long blocks.
         parts: The caller gets a list of so many parts of the output; 0 for the output itself.
         is_long: Whether the call runs a program on a long vector.
         is_everywhere: Whether all ranks get all of the combination.
         reads: Whether long blocks are read in the processes of their ranks.
-        nothing: Output of a rank that gets none, returned to callers as None; None otherwise.
+        no_result: Output of a rank that gets none, returned to callers as None; None otherwise.
         pytree: Example arrays of a call with several arrays.
         leaves, groups: These arrays and their dtype groups.
     """
@@ -313,37 +316,37 @@ class NativeCallSpec:
     terms: Sequence[tuple[int, int, int, int]] = ()
     ring: int = -1
     detail: int = 0
-    publishes_check: bool = False
+    moves_blocks: bool = False
     parts: int = 0
     is_long: bool = False
     is_everywhere: bool = True
     reads: bool = False
-    nothing: NDArray[Any] | None = None
+    no_result: NDArray[Any] | None = None
     pytree: PyTree | None = None
     leaves: Sequence[NativeLeaf] = ()
     groups: Sequence[DtypeGroup] = ()
 
-    def numbers(self) -> tuple[Any, ...]:
-        """Return what the extension copies, in the order of the format in `native_call_new`."""
+    def values(self) -> dict[str, Any]:
+        """Return what the extension copies; `native_call_new` has the same names."""
         dtype = self.output_form[0]
-        return (
-            self.call.info.fingerprint,
-            self.detail,
-            self.publishes_check,
-            self.input_form,
-            self.output_form,
-            tuple(self.puts),
-            tuple(self.takes),
-            tuple(self.terms),
-            self.arithmetic or (dtype.itemsize, dtype, 0, None, None, b"", None),
-            self.ring,
-            self.parts,
-            self.is_everywhere,
-            self.reads,
-            self.is_long,
-            tuple(self.groups),
-            tuple(self.leaves),
-        )
+        return {
+            "fingerprint": self.call.info.fingerprint,
+            "detail": self.detail,
+            "moves_blocks": self.moves_blocks,
+            "input_form": self.input_form,
+            "output_form": self.output_form,
+            "puts": tuple(self.puts),
+            "takes": tuple(self.takes),
+            "terms": tuple(self.terms),
+            "arithmetic": self.arithmetic or (dtype.itemsize, dtype, 0, None, None, b"", None),
+            "ring": self.ring,
+            "parts": self.parts,
+            "is_everywhere": self.is_everywhere,
+            "reads": self.reads,
+            "is_long": self.is_long,
+            "groups": tuple(self.groups),
+            "leaves": tuple(self.leaves),
+        }
 
     def objects(self) -> dict[str, Any]:
         """Return the objects that the extension reads and calls."""
@@ -356,11 +359,11 @@ class NativeCallSpec:
             "busy": call.communicator.busy,
             "engine": call.engine,
             "add": call.engine.recorder.add,
-            "begun": call.engine.async_calls,
+            "async_calls": call.engine.async_calls,
             "info": call.info,
             "work": Work,
             "gil_monitor": gil_monitor,
-            "nothing": self.nothing,
+            "no_result": self.no_result,
             "structure": None if self.pytree is None else self.pytree.structure,
             "leaves_type": None if self.pytree is None else type(self.pytree),
         }
@@ -374,7 +377,7 @@ def may_persist(communicator: Communicator) -> bool:
     """Return whether the group has a cache of calls and an open channel with other ranks."""
     channel = communicator.channel
     return (
-        communicator.prepares
+        communicator.keeps_persistent
         and channel is not None
         and communicator.engine is not None
         and channel.is_open
@@ -409,10 +412,10 @@ def _settled_steps(
 
 
 def _run_while_spinning(channel: GroupChannel, steps: Iterator[int], number: int) -> int | None:
-    """Run steps while spinning; return the publication to wait for, or None at the end."""
+    """Run steps while spinning; return the need at which they stop, or None at the end."""
     wait = channel.hold if gil_monitor.is_alert and gil_monitor.holds() else channel.wait
     others, limit = channel.others, (number << 1) + 4
     for need in steps:
-        if need == DISAGREE or not wait(others, need, limit):
+        if need == Need.DISAGREE or not wait(others, need, limit):
             return need
     return None

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from syncvar._native.constants import KINDS_MAX
+from syncvar._native.constants import DTYPES_MAX
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import reduction
 from syncvar.runtime.arithmetic import HALVES, Arithmetic
-from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.block_transfer import NO_RESULT
 from syncvar.runtime.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
 from syncvar.runtime.persistent_call import (
     DtypeGroup,
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.program_runner import Arrays, SlotProgram
     from syncvar.shm.group_channel import GroupChannel
 
-_NOWHERE: NDArray[Any] = np.empty(0, np.uint8)
+_EMPTY: NDArray[Any] = np.empty(0, np.uint8)
 
 
 class ReduceForm(NamedTuple):
@@ -74,9 +74,9 @@ class ReduceForm(NamedTuple):
         ]
 
 
-def prepare_reduction(
+def persist_reduction(
     communicator: Communicator, form: ReduceForm, spec: CollectiveSpec
-) -> PreparedCall | None:
+) -> Persistent | None:
     """Build the persistent call of reductions, or return None if there is none.
 
     Args:
@@ -101,11 +101,11 @@ def prepare_reduction(
     return program.build_native(call) or call
 
 
-def prepare_barrier(communicator: Communicator, spec: CollectiveSpec) -> PreparedCall | None:
+def persist_barrier(communicator: Communicator, spec: CollectiveSpec) -> Persistent | None:
     """Build the persistent call of a barrier, a reduction of empty arrays, or return None."""
     kinds = [(reduction("sum", np.dtype(np.uint8)), [0])]
     form = ReduceForm(kinds, (0,), is_small=True, is_discarded=True)
-    return prepare_reduction(communicator, form, spec)
+    return persist_reduction(communicator, form, spec)
 
 
 class BoundReduce:
@@ -159,7 +159,7 @@ class ReduceProgram:
         self.channel, self.form = channel, form
         self.terms = form.ends.terms(channel.rank, channel.size)  # ranks that are combined here
         is_left_out = form.is_discarded or (form.ends.collective == "reduce" and not self.terms)
-        self.nothing = NOTHING if is_left_out else None  # output of a rank that gets none
+        self.no_result = NO_RESULT if is_left_out else None  # output of a rank that gets none
         self.is_neutral = not self.terms and not is_left_out
         self._slot_bytes = places_of(form.sizes)[1] if form.is_small else 0
         self._arithmetics: list[Arithmetic] = []  # made by the first call in Python
@@ -200,7 +200,7 @@ class ReduceProgram:
         becomes_output = (
             out is None
             and form.ends == EVERYWHERE
-            and self.nothing is None
+            and self.no_result is None
             and x.dtype == form.kinds[0][0].result
         )
         return self.bind(x, x if becomes_output else out)
@@ -211,7 +211,7 @@ class ReduceProgram:
         It has copied a small input, which may have changed since.
         """
         form = self.form
-        if form.is_small and self.nothing is None:
+        if form.is_small and self.no_result is None:
             x = output
         elif x is None:  # only its form matters
             x = np.empty(form.shape, form.kinds[0][0].result)
@@ -222,8 +222,8 @@ class ReduceProgram:
     def _output_for(self, out: Any) -> NDArray[Any] | None:
         """Return the output of one array; None if `out` does not serve."""
         shape, dtype = self.form.shape, self.form.kinds[0][0].result
-        if self.nothing is not None:
-            return self.nothing
+        if self.no_result is not None:
+            return self.no_result
         if out is None:
             return np.empty(shape, dtype)
         is_fit = (
@@ -237,8 +237,8 @@ class ReduceProgram:
     def _part(self, x: NDArray[Any], output: NDArray[Any]) -> Arrays:
         target = flat(output)
         source = target if x is output else flat(x)
-        if self.nothing is not None:
-            target = _NOWHERE.view(self.form.kinds[0][0].result)
+        if self.no_result is not None:
+            target = _EMPTY.view(self.form.kinds[0][0].result)
         return (source,), (target,)
 
     def _parts(
@@ -299,21 +299,21 @@ class ReduceProgram:
 
     # -- the C extension ---------------------------------------------------------------------------
 
-    def build_native(self, call: PersistentCall) -> PreparedCall | None:
+    def build_native(self, call: PersistentCall) -> Persistent | None:
         """Return the call in C, or None. It takes equal dtypes of input and result only."""
         form = self.form
         are_plain = all(reduction.source == reduction.result.name for reduction, _ in form.kinds)
-        if not are_plain or len(form.kinds) > KINDS_MAX:
+        if not are_plain or len(form.kinds) > DTYPES_MAX:
             return None
         if self.is_neutral:
             return None
         return self._build_small(call) if form.is_small else self._build_long(call)
 
-    def _build_small(self, call: PersistentCall) -> PreparedCall | None:
-        form, channel, nothing = self.form, self.channel, self.nothing
+    def _build_small(self, call: PersistentCall) -> Persistent | None:
+        form, channel, no_result = self.form, self.channel, self.no_result
         reduction, _ = form.kinds[0]
         kind, whole = reduction.result, self._slot_bytes
-        if nothing is not None and kind != reduction.accumulate:
+        if no_result is not None and kind != reduction.accumulate:
             return None
         array = (kind, form.shape)
         if len(form.kinds) > 1:  # the slot is a vector of bytes
@@ -322,28 +322,28 @@ class ReduceProgram:
         spec = NativeCallSpec(
             call,
             array,
-            array if nothing is None else (nothing.dtype, nothing.shape),
+            array if no_result is None else (no_result.dtype, no_result.shape),
             self._arithmetic(reduction) if combines else None,
             puts=((0, 0, whole, channel.rank),),
             terms=[(0, 0, whole, other) for other in self.terms],
             ring=channel.ring_of(whole) if len(form.kinds) == 1 else -1,
-            nothing=nothing,
+            no_result=no_result,
             pytree=form.pytree,
             leaves=self._leaves(),
             groups=self._groups(0),
         )
-        native: PreparedCall | None = spec.build()
+        native: Persistent | None = spec.build()
         return native
 
-    def _build_long(self, call: PersistentCall) -> PreparedCall | None:
-        form, channel, nothing = self.form, self.channel, self.nothing
+    def _build_long(self, call: PersistentCall) -> Persistent | None:
+        form, channel, no_result = self.form, self.channel, self.no_result
         reduction, places = form.kinds[0]
         counts = [prod(form.shape)]
         if form.pytree is not None:
             counts = [form.pytree.arrays[place].size for place in places]
         like = as_strided(np.empty(1, reduction.result), (sum(counts),), (0,))
         parts = [like[:count] for count in counts]
-        targets = parts if nothing is None else [_NOWHERE.view(reduction.result)]
+        targets = parts if no_result is None else [_EMPTY.view(reduction.result)]
         vector = self._buffers(reduction, parts, targets)
         if not channel.are_native or not vector.suits_native:
             return None
@@ -351,15 +351,15 @@ class ReduceProgram:
         spec = NativeCallSpec(
             call,
             array,
-            array if nothing is None else (nothing.dtype, nothing.shape),
+            array if no_result is None else (no_result.dtype, no_result.shape),
             is_long=True,
             is_everywhere=form.ends == EVERYWHERE,
-            nothing=nothing,
+            no_result=no_result,
             pytree=form.pytree,
             leaves=self._leaves(),
             groups=self._groups(1),
         )
-        native: PreparedCall | None = spec.build()
+        native: Persistent | None = spec.build()
         if native is not None:
             add_native_program(channel, vector, BufferPlacement(), native)
         return native

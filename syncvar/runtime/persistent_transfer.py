@@ -9,7 +9,7 @@ import numpy as np
 
 from syncvar.core.errors import InternalError
 from syncvar.runtime.block_transfer import (
-    NOTHING,
+    NO_RESULT,
     Movement,
     add_native_programs,
     move_published,
@@ -18,11 +18,7 @@ from syncvar.runtime.block_transfer import (
     take_blocks,
 )
 from syncvar.runtime.call_record import UNRECORDED
-from syncvar.runtime.persistent_call import (
-    NativeCallSpec,
-    PersistentCall,
-    may_persist,
-)
+from syncvar.runtime.persistent_call import NativeCallSpec, PersistentCall, may_persist
 from syncvar.runtime.request import stage_steps
 
 if TYPE_CHECKING:
@@ -32,23 +28,23 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, Persistent
     from syncvar.runtime.program_runner import SlotProgram
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import GroupChannel
 
     Front = Callable[[NDArray[Any], Any], Blocks | None]
-    General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
+    SlowPath = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
 
 
-def prepare_move(
+def persist_move(
     communicator: Communicator,
     spec: CollectiveSpec,
     layout: TransferLayout,
     front: Front,
-    general: General | None,
+    slow_path: SlowPath,
     example: NDArray[Any],
-) -> PreparedCall | None:
+) -> Persistent | None:
     """Build the persistent call of transfers, or return None if there is none.
 
     Args:
@@ -57,15 +53,15 @@ def prepare_move(
         layout: Layout of the blocks.
         front: Function of (x, out) that returns the arrays of a call; None, or an error, for the
             slow path.
-        general: Function of (x, out) that returns the body of the call, without its first stage,
-            for inputs that differ between ranks.
+        slow_path: Function of (x, out) that returns the stages of a call after the first one, for
+            inputs that differ between ranks.
         example: Example input of this rank.
     """
     if not may_persist(communicator):
         return None
     assert communicator.channel is not None
     info = communicator.call_info(spec, layout.nbytes, "shm")
-    program = MoveProgram(communicator.channel, layout, front, general)
+    program = MoveProgram(communicator.channel, layout, front, slow_path)
     call = PersistentCall(communicator, info, program, is_timed=True)
     return program.build_native(call, example) or call
 
@@ -92,10 +88,9 @@ class BoundMove:
     def slow_path(self) -> Generator[Any, None, Any]:
         """Return the steps of the same call with a header, which inputs that differ need."""
         program = self.program
-        if program.general is None:
-            raise InternalError("the inputs of the ranks differ, but must not")
+        stages = program.slow_path(self.x, self.out)
         output = yield from stage_steps(
-            UNRECORDED, program.general(self.x, self.out), program.channel, None, has_published=True
+            UNRECORDED, stages, program.channel, None, has_published=True
         )
         # None would mean that nothing was done.
         return self.held.blocks.output if output is None else output
@@ -105,10 +100,10 @@ class MoveProgram:
     """The program of a transfer on this rank; see `SharedProgram`."""
 
     def __init__(
-        self, channel: GroupChannel, layout: TransferLayout, front: Front, general: General | None
+        self, channel: GroupChannel, layout: TransferLayout, front: Front, slow_path: SlowPath
     ) -> None:
         self.channel, self.layout = channel, layout
-        self.front, self.general = front, general
+        self.front, self.slow_path = front, slow_path
         self.is_small = layout.goes_by_slots(channel)
         # By whether a call keeps its own block: a root whose `out` is `x` does not.
         self._slots: dict[bool, SlotProgram] = {}
@@ -155,7 +150,7 @@ class MoveProgram:
 
     # -- the C extension ---------------------------------------------------------------------------
 
-    def build_native(self, call: PersistentCall, example: NDArray[Any]) -> PreparedCall | None:
+    def build_native(self, call: PersistentCall, example: NDArray[Any]) -> Persistent | None:
         """Return such calls in C, or None; an example call shows the offsets of all blocks."""
         layout = self.layout
         x, folds = np.empty(example.shape, example.dtype), layout.ufunc is not None
@@ -166,8 +161,8 @@ class MoveProgram:
             or not blocks.output.flags.c_contiguous
         ):
             return None
-        output, takes_nothing = blocks.output, blocks.output is NOTHING
-        is_plain = x.dtype == layout.dtype and (takes_nothing or output.dtype == layout.dtype)
+        output, has_no_result = blocks.output, blocks.output is NO_RESULT
+        is_plain = x.dtype == layout.dtype and (has_no_result or output.dtype == layout.dtype)
         keeps = blocks.own is not None and (folds or blocks.own_target is not None)
         own, own_target = [blocks.own] * keeps, [blocks.own_target] * (keeps and not folds)
         sources = [_offset(block, x) for block in (*blocks.outgoing, *own)]
@@ -179,9 +174,9 @@ class MoveProgram:
             (x.dtype, x.shape),
             (output.dtype, output.shape),
             detail=layout.detail or 0,
-            publishes_check=True,
+            moves_blocks=True,
             parts=blocks.parts,
-            nothing=NOTHING if takes_nothing else None,
+            no_result=NO_RESULT if has_no_result else None,
         )
         starts = sources, targets
         if self.is_small:
@@ -190,12 +185,12 @@ class MoveProgram:
 
     def _build_long(
         self, spec: NativeCallSpec, blocks: Blocks, starts: tuple[list[int], list[int]]
-    ) -> PreparedCall | None:
+    ) -> Persistent | None:
         layout, channel = self.layout, self.channel
         if not channel.are_native:
             return None
         outgoing = starts[0][: len(blocks.outgoing)]
-        native: PreparedCall | None = replace(
+        native: Persistent | None = replace(
             spec,
             puts=[(start, 0, 0, channel.rank) for start in outgoing],
             is_long=True,
@@ -215,7 +210,7 @@ class MoveProgram:
         starts: tuple[list[int], list[int]],
         *,
         keeps: bool,
-    ) -> PreparedCall | None:
+    ) -> Persistent | None:
         layout, rank, folds = self.layout, self.channel.rank, self.layout.ufunc is not None
         sources, targets = starts
         nbytes = layout.elements * layout.dtype.itemsize
@@ -226,7 +221,7 @@ class MoveProgram:
             for (peer, place), target in zip(layout.takes, outputs, strict=True)
         ]
         own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
-        native: PreparedCall | None = replace(
+        native: Persistent | None = replace(
             spec,
             arithmetic=layout.arithmetic.native if folds else None,
             puts=[(start, place * nbytes, nbytes, rank) for place, start in outgoing],

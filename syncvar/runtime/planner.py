@@ -55,7 +55,7 @@ _MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(Memo
 
 
 class Published(NamedTuple):
-    """A schedule prepared for shared memory."""
+    """A schedule compiled for shared memory."""
 
     reduces: bool  # all inputs are combined, by each rank or by owners; `shm_reduce` runs it
     rounds: tuple[Publication, ...]  # publications of any other schedule
@@ -77,8 +77,8 @@ SIDE_BY_SIDE = Published(reduces=False, rounds=(), algorithm="side by side")
 """Schedule of a stage that has a movement."""
 
 
-def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = None) -> Published:
-    """Prepare the schedules of all ranks for shared memory, on one rank.
+def compile_published(plans: Sequence[Schedule], rank: int, root: int | None = None) -> Published:
+    """Compile the schedules of all ranks for shared memory, on one rank.
 
     Without a `root` they are part of a larger call, where only an all-reduce may leave its rounds.
     """
@@ -98,7 +98,7 @@ def run_rounds(
     work: NDArray[Any],
     ufunc: Combiner | None,
 ) -> Iterator[int]:
-    """Run a schedule on a flat array; yield the publications to wait for.
+    """Run a schedule on a flat array; yield the needs.
 
     `opening` is (call, check) if phase 0 is still to be published, else None.
     """
@@ -129,7 +129,7 @@ class _CompiledStage(NamedTuple):
     plan: LinkSchedule | Published | None
 
 
-class PreparedStages(NamedTuple):
+class CompiledStages(NamedTuple):
     """The compiled stages of a collective over several hosts."""
 
     stages: tuple[_CompiledStage, ...]  # in order, as many on every rank
@@ -162,7 +162,7 @@ class Planner:
         self._rank = -1 if rank is None else rank
         self._is_shared = is_shared
         self._host_sizes = host_sizes
-        self._plans: dict[tuple[Any, ...], LinkSchedule | Published | PreparedStages] = {}
+        self._plans: dict[tuple[Any, ...], LinkSchedule | Published | CompiledStages] = {}
 
     def __call__(
         self,
@@ -173,7 +173,7 @@ class Planner:
         root: int = 0,
         reproducible: bool = False,
         algorithm: str | None = None,
-    ) -> LinkSchedule | Published | PreparedStages:
+    ) -> LinkSchedule | Published | CompiledStages:
         """Choose an algorithm and return this rank's compiled schedule, from the cache if possible.
 
         `counts` are the elements of the vector, of each rank's block, or from each rank to each.
@@ -202,7 +202,7 @@ class Planner:
         algorithm: str | None,
         *,
         reproducible: bool,
-    ) -> LinkSchedule | Published | PreparedStages:
+    ) -> LinkSchedule | Published | CompiledStages:
         rank, size = self._rank, self._size
         sizes: dict[str, Any] = {"count": counts}
         total: Any = counts
@@ -222,29 +222,29 @@ class Planner:
                 collective, self._host_sizes, args, itemsize=itemsize, reproducible=reproducible
             )
             if parts is not None:
-                return _prepare_stages(parts, self._members)
+                return _compile_stages(parts, self._members)
         case = {"shared": self._is_shared, "even": is_even, "reproducible": reproducible}
         chosen = choose(collective, total * itemsize, size, forced=wanted, **case).algorithm
         if self._is_shared:
             schedules = build_all(collective, chosen, size, root=root, **sizes)
-            return prepare_published(schedules, rank, root)
+            return compile_published(schedules, rank, root)
         return compile_for_links(build(collective, chosen, args), self._members)
 
 
-def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:
+def _compile_stages(parts: Sequence[StagePart], members: Sequence[int]) -> CompiledStages:
     """Compile the stages of this rank; `members` are the world ranks of the group."""
     compiled = []
     for part in parts:
         plan: LinkSchedule | Published | None = None
         if part.plan is not None and part.on_host:
-            plan = prepare_published(part.plans, part.plan.rank)
+            plan = compile_published(part.plans, part.plan.rank)
         elif part.plan is not None:
             plan = compile_for_links(part.plan, [members[rank] for rank in part.members])
         elif not part.on_host:
             # stages between hosts are numbered in frames, so idle ranks count them too
             plan = _IDLE
         compiled.append(_CompiledStage(part.chunk.start, part.chunk.stop, plan))
-    return PreparedStages(tuple(compiled))
+    return CompiledStages(tuple(compiled))
 
 
 def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: int = 0) -> Program:

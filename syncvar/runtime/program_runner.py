@@ -17,7 +17,7 @@ import numpy as np
 
 from syncvar._native import open_program, run
 from syncvar._native import program as native_program
-from syncvar._native.constants import ADDRESS, PEER_ENDED, UNREAD, MemoryKind
+from syncvar._native.constants import ADDRESS, MemoryKind, Need
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.runtime.arithmetic import copier, folder, gil_monitor, storer
 from syncvar.runtime.instructions import AWAIT, COMBINE, COPY, STORE
@@ -37,13 +37,10 @@ if TYPE_CHECKING:
     Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"
 
 
-DISAGREE = 0
-"""Yielded when the ranks do not make the same call: only the launcher can end the wait."""
-
 _MISSING = object()
 _FOUND_MAX = 1024
 _VIEWS_MAX = 256  # placements of slots: two sides, and the ring of slots
-_NONE: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
+_EMPTY: NDArray[Any] = np.empty(0, np.uint8)  # for a memory that is not used yet
 _SOURCE, _TARGET, _SCRATCH = map(int, (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH))
 
 
@@ -66,7 +63,7 @@ def interpret(
     store: Copier,
     fold: Callable[[list[NDArray[Any]], NDArray[Any]], Any],
 ) -> Iterator[int]:
-    """Run the steps of a program on flat arrays; yield the publications to wait for.
+    """Run the steps of a program on flat arrays; yield the needs.
 
     `copy` and `store` are functions of (target, value), `fold` one of (terms, target), where the
     target may be the first term.
@@ -163,7 +160,7 @@ def agreed(channel: GroupChannel, check: int, reached: int) -> Iterator[int]:
     """Wait for phase 0 of all ranks, and compare the checks."""
     yield reached
     if channel.disagreeing(check):
-        yield DISAGREE
+        yield Need.DISAGREE
 
 
 def native_of(code: CompiledProgram, arithmetic: Arithmetic) -> Any:
@@ -187,11 +184,11 @@ def open_code(
 ) -> None:
     """Make the copies of phase 0 into cells or the slot of this side; see `run_code`."""
     found = _found(channel, code, arithmetic, arrays, channel.own_side(side))
-    native = _native(channel, code, arithmetic, found)
+    native, hold = _native(channel, code, arithmetic, found), gil_monitor.holds()
     if native is not None:
-        open_program(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
+        open_program(native, channel, tuple(found), _offsets(found), keeps_lock=hold)
     elif code.opening:
-        run_opening(code, _views(channel, code, found), copier())
+        run_opening(code, _views(channel, code, found), copier(hold=hold))
 
 
 def run_code(
@@ -203,7 +200,7 @@ def run_code(
     slots: tuple[int, ...] | None = None,
     location_of: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> Iterator[int]:
-    """Run the steps of a program; yield the publications to wait for.
+    """Run the steps of a program; yield the needs.
 
     Args:
         channel: This rank's channel.
@@ -215,23 +212,21 @@ def run_code(
         location_of: Function of (kind, rank, place): location of an array of another rank.
     """
     found = _found(channel, code, arithmetic, arrays, sides, slots, location_of)
-    native = _native(channel, code, arithmetic, found)
+    native, hold = _native(channel, code, arithmetic, found), gil_monitor.holds()
     if native is not None:
-        steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=gil_monitor.holds())
+        steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=hold)
         yield from reading(
             channel, steps, [(one.rank, one.place) for one in found if type(one) is RemoteRef]
         )
         return
-    copy = copier()
+    copy, fold = copier(hold=hold), folder(arithmetic, hold=hold)
     store = storer(arithmetic, copy)
     if RemoteRef in map(type, found):
-        store = _reading(channel, store)
+        store = _reading(channel, store, hold=hold)
     try:
-        yield from interpret(
-            channel, code.steps, _views(channel, code, found), copy, store, folder(arithmetic)
-        )
+        yield from interpret(channel, code.steps, _views(channel, code, found), copy, store, fold)
     except PeerEnded:
-        yield PEER_ENDED
+        yield Need.PEER_ENDED
 
 
 def reading(
@@ -239,20 +234,19 @@ def reading(
 ) -> Iterator[int]:
     """Continue a run of the C extension; raise the error if reading another process failed."""
     for need in steps:
-        if need != UNREAD:
+        if need != Need.UNREAD:
             yield need
             continue
         try:
             for rank, place in places:
                 read(channel, rank, place, np.empty(1, np.uint8), hold=True)
         except PeerEnded:
-            yield PEER_ENDED
+            yield Need.PEER_ENDED
         raise InternalError("reading the memory of another rank failed once, but works now")
 
 
-def _reading(channel: GroupChannel, store: Copier) -> Copier:
+def _reading(channel: GroupChannel, store: Copier, *, hold: bool) -> Copier:
     """Return a store that also reads from other processes; it may raise `PeerEnded`."""
-    hold = gil_monitor.holds()
 
     def stored(target: NDArray[Any], value: Any) -> None:
         if type(value) is RemoteRef:
@@ -287,7 +281,7 @@ class SlotProgram:
 
     def put(self, arrays: Sequence[Arrays]) -> None:
         """Write the flat (SOURCEs, TARGETs) of each part into the slot that comes next."""
-        channel, copy = self.channel, copier()
+        channel, copy = self.channel, copier(hold=gil_monitor.holds())
         own = channel.small_offset(channel.rank, channel.side ^ 1)
         all_views = self._views_at((own,) * channel.size)
         for (code, _, _), views, both in zip(self._parts, all_views, arrays, strict=True):
@@ -308,8 +302,8 @@ class SlotProgram:
 
     def _loops_now(self, hold: bool) -> tuple[Copier, list[tuple[Copier, Any]]]:  # noqa: FBT001
         """Return the copier, and the store and the fold of each part; `hold` keeps the GIL."""
-        copy = copier()
-        loops = [(storer(one, copy), folder(one)) for _, one, _ in self._parts]
+        copy = copier(hold=hold)
+        loops = [(storer(one, copy), folder(one, hold=hold)) for _, one, _ in self._parts]
         self._loops[hold] = copy, loops
         return copy, loops
 
@@ -420,7 +414,7 @@ def _views(channel: GroupChannel, code: CompiledProgram, found: Sequence[Any]) -
     return [
         channel.resident(one.offset, count, one.dtype)
         if isinstance(one, ShmRef)
-        else _NONE
+        else _EMPTY
         if one is None
         else one
         for one, count in zip(found, code.sizes.values(), strict=True)

@@ -47,7 +47,7 @@ _CONTROL_POLL_S = 0.005  # interval at which waiting calls poll the launcher
 _IDLE_S = 1.0
 _IDLE_MIN_S = 0.001
 _DRIVEN_IDLE_S = 0.25
-_CACHED_OWN_S = 0.1  # a cached call belongs to its caller for this long
+_PERSISTENT_OWN_S = 0.1  # a persistent call belongs to its caller for this long
 _IDLE_SHARED_S = 0.002  # polling interval while started calls use shared memory
 _IDLE_MOVING_S = 0.0002  # polling interval while one of them makes progress
 _STARTED_OWN_S = 0.001  # a started call belongs to its caller for this long
@@ -92,20 +92,18 @@ class ProgressEngine(Core):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def start(
-        self, operation: Request, timeout_s: float | None, began: float | None = None
-    ) -> None:
-        """Start an operation; it advances whenever a thread drives.
+    def start(self, request: Request, timeout_s: float | None, began: float | None = None) -> None:
+        """Start a request; it advances whenever a thread drives.
 
-        A cached call that continues here began at `began`, in monotonic seconds.
+        A persistent call that continues here began at `began`, in monotonic seconds.
         """
         now = time.monotonic() if began is None else began
-        operation.started = now
-        operation.timeout_s = self.config.collective_timeout_s if timeout_s is None else timeout_s
-        operation.deadline = now + operation.timeout_s
-        operation.report_at = now + self.config.report_after_s
+        request.started = now
+        request.timeout_s = self.config.collective_timeout_s if timeout_s is None else timeout_s
+        request.deadline = now + request.timeout_s
+        request.report_at = now + self.config.report_after_s
         try:
-            self.inbox.append(operation)
+            self.inbox.append(request)
             if self.seize():
                 try:
                     self._started.begin_waiting()
@@ -115,78 +113,76 @@ class ProgressEngine(Core):
             else:
                 self.transport.wake()
         except BaseException as error:
-            self.interrupted(operation, error)
+            self.interrupted(request, error)
             raise
 
-    def wait(self, operation: Awaited) -> Any:
-        """Drive until an operation is over; return its result or raise its error.
+    def wait(self, request: Awaited) -> Any:
+        """Drive until a request is over; return its result or raise its error.
 
         Any other exception that interrupts the wait (KeyboardInterrupt, an alarm handler's) breaks
         the group and is passed on. A forked copy raises UsageError.
         """
-        if not operation.is_over:
+        if not request.is_over:
             self.require_own()
-        me = operation.thread = threading.get_ident()  # several threads may wait for one operation
+        me = request.thread = threading.get_ident()  # several threads may wait for one request
         try:
-            while not operation.is_over:
+            while not request.is_over:
                 if self.seize():
                     try:
-                        self._drive(operation)
+                        self._drive(request)
                     finally:
                         self._last_caller = time.monotonic()
                         self.let_go()
                         self.hand_over()
                 else:
-                    self.refuse_in_handler(operation.label)
-                    self.follow(operation)
+                    self.refuse_in_handler(request.label)
+                    self.follow(request)
         except BaseException as error:
-            self.interrupted(operation, error)
+            self.interrupted(request, error)
             raise
         finally:
-            if operation.thread == me:
-                operation.thread = 0
-        if operation.error is not None:
-            if operation.error is self.failure:
+            if request.thread == me:
+                request.thread = 0
+        if request.error is not None:
+            if request.error is self.failure:
                 self._failure_raised = True
-            self.recorder.failed(operation.error)
-            raise operation.error
-        return operation.result
+            self.recorder.failed(request.error)
+            raise request.error
+        return request.result
 
-    def run(self, operation: Request, timeout_s: float | None) -> Any:
-        """Start an operation and wait for it."""
-        operation.thread = threading.get_ident()
+    def run(self, request: Request, timeout_s: float | None) -> Any:
+        """Start a request and wait for it."""
+        request.thread = threading.get_ident()
         if not (
-            self.allows(operation.group, operation.call)
-            and operation.links is None
-            and self._inline(operation)
+            self.allows(request.group, request.call)
+            and request.links is None
+            and self._inline(request)
         ):
-            self.start(operation, timeout_s)
-        return self.wait(operation)
+            self.start(request, timeout_s)
+        return self.wait(request)
 
-    def take_over(self, operation: Request, timeout_s: float | None) -> Any:
-        """Continue an operation that its caller has begun without the lock, and wait for it."""
-        operation.thread = threading.get_ident()
-        self.start(operation, timeout_s)
-        return self.wait(operation)
+    def take_over(self, request: Request, timeout_s: float | None) -> Any:
+        """Continue a request that its caller has begun without the lock, and wait for it."""
+        request.thread = threading.get_ident()
+        self.start(request, timeout_s)
+        return self.wait(request)
 
-    def _inline(self, operation: Request) -> bool:
-        """Run an operation in shared memory without the lock; return False if it has to wait."""
-        channel = operation.channel
+    def _inline(self, request: Request) -> bool:
+        """Run a request in shared memory without the lock; return False if it has to wait."""
+        channel = request.channel
         if channel is None:
             return False
         wait = channel.hold if gil_monitor.holds() else channel.wait
         try:
             while True:
-                operation.advance()
-                if operation.is_over:
-                    self.report_accident(operation)
+                request.advance()
+                if request.is_over:
+                    self.report_accident(request)
                     return True
-                if not operation.may_look or not wait(
-                    channel.others, operation.need, channel.last + 2
-                ):
+                if not request.may_look or not wait(channel.others, request.need, channel.last + 2):
                     return False
         except BaseException as error:
-            self.interrupted(operation, error)
+            self.interrupted(request, error)
             raise
 
     def ask(
@@ -223,22 +219,22 @@ class ProgressEngine(Core):
 
     def is_idle(self, group: int) -> bool:
         """Return whether no call of a group runs or waits to begin."""
-        self.adopt()
-        return all(operation.group != group for operation in self._started.all)
+        self.continue_async_calls()
+        return all(request.group != group for request in self._started.all)
 
     def settle(self, group: int) -> None:
         """Wait until no call of a group runs or waits to begin; their waiters get the errors."""
-        self.adopt()
-        for operation in self._started.all:
-            if operation.group == group:
+        self.continue_async_calls()
+        for request in self._started.all:
+            if request.group == group:
                 with contextlib.suppress(SyncvarError):
-                    self.wait(operation)
+                    self.wait(request)
 
     # -- shutdown ----------------------------------------------------------------------------------
 
     def leave(self, deadline: float) -> None:
-        """Complete started operations or raise their error, then announce that this rank leaves."""
-        self.adopt()
+        """Complete started requests or raise their error, then announce that this rank leaves."""
+        self.continue_async_calls()
         left = [f"{one.label} started at {one.site}" for one in self._started.all if one.site]
         if left and self.failure is None:
             _log.warning(
@@ -269,7 +265,7 @@ class ProgressEngine(Core):
         self._stopped.set()
 
     def require_own(self) -> None:
-        """Raise in a forked copy: running operations and sockets belong to the parent."""
+        """Raise in a forked copy: running requests and sockets belong to the parent."""
         if self._is_disowned:
             assert self.failure is not None
             raise self.failure
@@ -281,11 +277,11 @@ class ProgressEngine(Core):
         self.transport.wake()
         if self._progress is not threading.current_thread():
             self._progress.join()
-        for operation in self._started.all:
-            operation.fail(
+        for request in self._started.all:
+            request.fail(
                 self.failure
                 or GroupBroken(
-                    f"rank {self.rank} left the job before {operation.label} had ended: wait for "
+                    f"rank {self.rank} left the job before {request.label} had ended: wait for "
                     "it before sv.shutdown()"
                 )
             )
@@ -345,13 +341,13 @@ class ProgressEngine(Core):
                 self.let_go()
             self.hand_over()
 
-    def _drive(self, operation: Awaited) -> None:
+    def _drive(self, request: Awaited) -> None:
         look, timers, wait, started = self.look, self.timers, self.transport.wait, self._started
         if time.monotonic() - self._heard > _CONTROL_POLL_S:
             self._poll_control()
         while True:
-            look(operation)
-            if operation.is_over:
+            look(request)
+            if request.is_over:
                 return
             now = time.monotonic()
             due = timers(now)
@@ -360,7 +356,7 @@ class ProgressEngine(Core):
             pause = due - now
             if self.under_way and any(one.needs_looks for one in self.under_way):
                 waited = now - started.moved
-                if waited < _LOOK_S and operation.look():
+                if waited < _LOOK_S and request.look():
                     continue
                 pause = min(pause, pause_after(waited))
                 if pause < _SLEEP_MIN_S:
@@ -372,10 +368,10 @@ class ProgressEngine(Core):
                 self._poll_control()
 
     def look(self, until: Awaited | None = None) -> None:
-        """Handle arrived frames and advance their operations: all, or until `until` is over."""
+        """Handle arrived frames and advance their requests: all, or until `until` is over."""
         started = self._started
         if self.async_calls:  # others may need more than what they have published
-            self.adopt(_CACHED_OWN_S)
+            self.continue_async_calls(_PERSISTENT_OWN_S)
         if self.inbox:
             started.begin_waiting()
         self._questions.send_requests()
@@ -401,9 +397,9 @@ class ProgressEngine(Core):
         header = frame.header
         # A peer that knocks waits in a call that this rank may have skipped.
         if header.kind in (FrameType.DATA, FrameType.WAKE):
-            operation = self.active.get((header.group, header.call))
-            if operation is not None:
-                self._started.deliver(operation, frame)
+            request = self.active.get((header.group, header.call))
+            if request is not None:
+                self._started.deliver(request, frame)
             elif not self.book.keep(frame):
                 self.flow.use_up([frame])
                 self._verdicts.passed(header.group, header.call)

@@ -1,4 +1,4 @@
-"""The flight recorder: the last operations of this process, written to a file after a failure.
+"""The flight recorder: the last calls of this process, written to a file after a failure.
 
 Every call, remote get and membership change adds one entry to one ring. Failure records and traces
 read that ring. Adding an entry formats no text: it refers to existing texts.
@@ -136,7 +136,7 @@ class Recorder:
         trace: Folder for the record of every run; empty for none.
         stats: Folder for the totals of all calls; empty for none.
 
-    Cost: 0.15 us for a cached call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
+    Cost: 0.15 us for a persistent call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Recorder:
     ) -> None:
         self.numbers = CallNumbers()  # ordinals of calls
         self._ring: collections.deque[Any] = collections.deque(maxlen=RING)
-        # Adds (info, call, began, ended, thread) of a completed operation; atomic, from any thread
+        # Adds (info, call, began, ended, thread) of a completed call; atomic, from any thread
         self.add: Callable[[Any], None] = self._ring.append
         self._stats = stats
         self._totals: Totals | None = None
@@ -170,7 +170,7 @@ class Recorder:
     # -- entries -----------------------------------------------------------------------------------
 
     def begin(self, info: CallInfo, call: int, began: int | None = None) -> PendingRecord:
-        """Add an operation that begins now or began at `began`; `PendingRecord.end` ends it."""
+        """Add a call that begins now or began at `began`; `PendingRecord.end` ends it."""
         entry = PendingRecord(info, call, monotonic_ns() if began is None else began)
         self.add(entry)
         return entry

@@ -1,14 +1,14 @@
 """A started call, and the steps of its stages in shared memory, over links, or both.
 
 The steps are a generator. Each step works until it needs other ranks, and yields what it waits for.
-That is a word of the group's channel in shared memory, or a `Wait` (frames of a round, an answer in
+That is a need in the group's channel in shared memory, or a `Wait` (frames of a round, an answer in
 a message ring). A request never blocks: the caller drives it without the engine's lock, or the
 engine does.
 
-Signature check: phase 0 of a call in shared memory compares signatures; over links every frame
-carries the signature. Before that, no rank uses another rank's data or changes its own: a call
-writes only its own work buffer. A group over several hosts alternates stages on the host and
-between hosts, see `algorithms.hierarchical`.
+Signature check: phase 0 of a call in shared memory compares fingerprints; over links every frame
+carries one. Before that, no rank uses another rank's data or changes its own: a call writes only
+its own work buffer. A group over several hosts alternates stages on the host and between hosts, see
+`algorithms.hierarchical`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import contextlib
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from syncvar._native.constants import Need
 from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.core.errors import InternalError, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.block_transfer import move_shared
-from syncvar.runtime.planner import PreparedStages, run_rounds
-from syncvar.runtime.program_runner import DISAGREE, agreed, settled
+from syncvar.runtime.planner import CompiledStages, run_rounds
+from syncvar.runtime.program_runner import agreed, settled
 from syncvar.runtime.shm_reduce import ReduceBuffers, reduce_shared, reduce_small
 from syncvar.shm.channel_table import check_of
 
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from syncvar.transports.base import Frame
 
     Steps = Generator[int | "Wait", None, Any]
-
-
-START = 1  # a wait that is over at once; words of a channel begin at 2
 
 
 class BodyError(Exception):
@@ -67,7 +65,7 @@ class Stage(NamedTuple):
     """A schedule with its buffers."""
 
     # Compiled schedule for links, for shared memory, or for several hosts
-    plan: LinkSchedule | Published | PreparedStages
+    plan: LinkSchedule | Published | CompiledStages
     work: NDArray[Any]  # flat array of `plan.work_count` elements, changed in place
     ufunc: Combiner | None = None  # combines two operands; None for schedules that only move data
     # Input and output buffers of an all-reduce in shared memory, instead of `work`
@@ -114,7 +112,7 @@ class Request:
         steps: Generator of the call's steps; None for a call that is already over.
         channel: Channel of a call in shared memory; calls wait there for their turn.
         links: Exchange of frames, for calls that use links.
-        wait: Condition of the next step.
+        wait: Condition of the next step: a need, see `Need`, or a `Wait`.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class Request:
         steps: Steps | None,
         channel: GroupChannel | None = None,
         links: LinkExchange | None = None,
-        wait: int | Wait = START,
+        wait: int | Wait = Need.AT_ONCE,
     ) -> None:
         info = entry.info
         self.entry = entry
@@ -193,11 +191,13 @@ class Request:
             return False
         if self.links is not None or not isinstance(need, int):
             return self.is_published
-        return need < 0 or (need > START and channel.is_reached(need))
+        if need in (Need.DISAGREE, Need.AT_ONCE):
+            return False
+        return need < 0 or channel.is_reached(need)
 
     @property
     def need(self) -> int:
-        """Word of the channel or minus a phase to reach, or a number that changes with progress."""
+        """What the others have to publish, see `Need`; or a number that changes with progress."""
         wait = self._wait
         return wait if isinstance(wait, int) else wait.need
 
@@ -210,20 +210,21 @@ class Request:
             if first is not self and self in channel.queue:
                 return first.awaiting
             if not channel.is_open:
-                return channel.missing(START)
+                return channel.missing(Need.AT_ONCE)
         if not isinstance(wait, int):
             return wait.awaiting
         if channel is None:
             return ()
-        if wait == DISAGREE:  # ranks that are past this call have to report too
+        if wait == Need.DISAGREE:  # ranks that are past this call have to report too
             return tuple(channel.members[rank] for rank in channel.passed())
         return channel.missing(wait)
 
     @property
     def may_look(self) -> bool:
         """Whether it is this call's turn, and polling the words of the others can end the wait."""
+        wait = self._wait
         return (
-            self._is_first and isinstance(self._wait, int) and self._wait not in (DISAGREE, START)
+            self._is_first and isinstance(wait, int) and wait not in (Need.DISAGREE, Need.AT_ONCE)
         )
 
     @property
@@ -234,7 +235,7 @@ class Request:
         wait = self._wait
         if not self._is_first:
             return True
-        return wait != DISAGREE if isinstance(wait, int) else wait.needs_looks
+        return wait != Need.DISAGREE if isinstance(wait, int) else wait.needs_looks
 
     @property
     def is_unheard(self) -> bool:
@@ -270,7 +271,7 @@ class Request:
         return self.state
 
     def accept(self, frame: Frame) -> None:
-        """Use a frame of this call; the caller has compared the signatures."""
+        """Use a frame of this call; the caller has compared the fingerprints."""
         links = self.links
         if links is None:
             raise InternalError(
@@ -343,7 +344,7 @@ class Request:
                 self._end(error)
         if self.is_over:
             steps.close()
-        self.mismatch = self.mismatch or self._wait == DISAGREE
+        self.mismatch = self.mismatch or self._wait == Need.DISAGREE
 
     def _is_its_turn(self) -> bool:
         """Return whether this call is first in the channel's queue and the channel is open."""
@@ -356,9 +357,7 @@ class Request:
         wait, channel = self._wait, self.channel
         if not isinstance(wait, int):
             return wait.is_reached()
-        return wait == START or (
-            wait != DISAGREE and channel is not None and channel.is_reached(wait)
-        )
+        return wait == Need.AT_ONCE or (channel is not None and channel.is_reached(wait))
 
     def _drain(self) -> None:
         if self.links is None or self.links.is_drained:
@@ -430,7 +429,7 @@ def stage_steps(  # noqa: C901, PLR0912  (hot path)
                 if is_published or (channel is not None and opening is None):
                     raise BodyError(error) from error
                 raise
-            if isinstance(stage.plan, PreparedStages) and links is not None:
+            if isinstance(stage.plan, CompiledStages) and links is not None:
                 opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
             elif isinstance(stage.plan, LinkSchedule):
                 if links is None:
@@ -496,7 +495,7 @@ def _on_host(
 def _over_hosts(
     entry: PendingRecord,
     stage: Stage,
-    plan: PreparedStages,
+    plan: CompiledStages,
     channel: GroupChannel | None,
     links: LinkExchange,
     opening: tuple[int, int] | None,
@@ -504,16 +503,16 @@ def _over_hosts(
     """Run the stages on this host and between hosts; return what is left of the opening."""
     if channel is not None and opening is not None and stage.work.nbytes:
         channel.reserve_segments()  # may raise, so before anything is published
-    for ready in plan.stages:
-        work = stage.work[ready.start : ready.stop]
-        if isinstance(ready.plan, LinkSchedule):
-            yield from links.run(ready.plan, work, stage.ufunc)
-        elif ready.plan is not None:
+    for part in plan.stages:
+        work = stage.work[part.start : part.stop]
+        if isinstance(part.plan, LinkSchedule):
+            yield from links.run(part.plan, work, stage.ufunc)
+        elif part.plan is not None:
             if channel is None:
                 raise InternalError("the only rank of a host has a stage in shared memory")
             entry.stage(plan.algorithm, stage.work.nbytes)
             if opening is not None:  # only here: a call over links alone publishes nothing
                 yield from settled(channel, to_its_end=False)
-            yield from run_rounds(channel, opening, ready.plan, work, stage.ufunc)
+            yield from run_rounds(channel, opening, part.plan, work, stage.ufunc)
             opening = None
     return opening

@@ -191,9 +191,9 @@ class SequenceTracker:
         """Return whether a frame has come for a call that has not begun here."""
         return (group, call) in self.early
 
-    def take_early(self, operation: Request) -> list[Frame]:
+    def take_early(self, request: Request) -> list[Frame]:
         """Return the frames kept for a call."""
-        return self.early.pop((operation.group, operation.call), [])
+        return self.early.pop((request.group, request.call), [])
 
     def take_skipped(self) -> Iterator[tuple[int, int, list[Frame]]]:
         """Yield (group, call, frames) of the calls that were skipped since the last time."""
@@ -293,37 +293,37 @@ class SequenceTracker:
             ]
             self._decisions.append(decision)
 
-    def refusal(self, operation: Request) -> SyncvarError | None:
+    def refusal(self, request: Request) -> SyncvarError | None:
         """Return why a call cannot succeed, if known: a decision, or a rank that left before it."""
         for decision in self._decisions:
-            if self.concerns(decision, operation):
-                return self.sentence(decision, operation)
+            if self.concerns(decision, request):
+                return self.sentence(decision, request)
         for rank in self.left:
-            if self.is_without(rank, operation):
-                call = self._numbers.text(operation.label, operation.group, operation.call)
+            if self.is_without(rank, request):
+                call = self._numbers.text(request.label, request.group, request.call)
                 return self.ended(rank, call)
         return None
 
     @staticmethod
-    def concerns(decision: Message, operation: Request) -> bool:
+    def concerns(decision: Message, request: Request) -> bool:
         """Return whether a decision concerns this call."""
         return bool(
-            decision["group"] == operation.group
-            and decision["call"] <= operation.call <= decision["last_call"]
+            decision["group"] == request.group
+            and decision["call"] <= request.call <= decision["last_call"]
         )
 
-    def sentence(self, decision: Message, operation: Request) -> MismatchError:
+    def sentence(self, decision: Message, request: Request) -> MismatchError:
         """Return the error for a call on which there is a decision."""
-        call = self._numbers.text(operation.label, operation.group, operation.call)
+        call = self._numbers.text(request.label, request.group, request.call)
         text, is_deadlock = f"{call}: {decision['text']}", decision["is_deadlock"]
         return MismatchError(text, decision["table"], is_deadlock=is_deadlock)
 
-    def is_without(self, rank: int, operation: Request) -> bool:
+    def is_without(self, rank: int, request: Request) -> bool:
         """Return whether a rank left before it entered this call."""
         entered = self.left.get(rank)
-        if entered is None or rank not in operation.members:
+        if entered is None or rank not in request.members:
             return False
-        group, call = operation.group, operation.call
+        group, call = request.group, request.call
         return call > entered.get(group, -1) or any(
             last < call <= epoch_end for last, epoch_end in self._skipped[rank].get(group, ())
         )

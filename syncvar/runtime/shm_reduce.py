@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind
+from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind, Need
 from syncvar.algorithms.selection import choose
 from syncvar.runtime.arithmetic import Arithmetic
 from syncvar.runtime.compile_reduce import (
@@ -35,7 +35,6 @@ from syncvar.runtime.compile_reduce import (
     reduce_code,
 )
 from syncvar.runtime.program_runner import (
-    DISAGREE,
     ShmRef,
     SlotProgram,
     agreed,
@@ -182,7 +181,7 @@ def reduce_shared(
     vector: ReduceBuffers,
     small_vectors: Sequence[ReduceBuffers] = (),
 ) -> Generator[int, None, bool]:
-    """Combine a vector of all ranks; yield the publications to wait for.
+    """Combine a vector of all ranks; yield the needs.
 
     `opening` is (call, check) in the first stage of a call, else None. `small_vectors` have other
     dtypes and use the slots of the first stage. Returns whether all ranks have read this rank's
@@ -296,7 +295,7 @@ def add_native_program(
     sources = sum(1 << rank for rank in places.sources)
     last_side, program = code.last_side, native_of(code, vector.arithmetic)
     last_side = -1 if last_side is None else last_side
-    native.learn(sources, places.into_all, places.by_owners, last_side, program)
+    native.add_program(sources, places.into_all, places.by_owners, last_side, program)
 
 
 def _write_first(channel: GroupChannel, vector: ReduceBuffers, side: int) -> None:
@@ -314,7 +313,7 @@ def _reduce_with_locations(
     *,
     goes_on: bool = False,
 ) -> Generator[int, None, bool]:
-    """Combine a vector after all ranks know all locations; yield the publications to wait for.
+    """Combine a vector after all ranks know all locations; yield the needs.
 
     The first cells of copied inputs have been published. With `goes_on`, more of the call follows.
     Returns whether all ranks have read this rank's cells; the same on all ranks.
@@ -430,7 +429,7 @@ def reduce_by_slots(
     call, check = opening
     yield channel.begin(call, check)
     if channel.disagreeing(check):
-        yield DISAGREE
+        yield Need.DISAGREE
     slots.run(arrays)
 
 

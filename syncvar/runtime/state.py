@@ -1,11 +1,11 @@
 """State that all parts of the engine share: admission of calls, the driver's lock, the failure.
 
-Cached calls and C code read `is_quiet` and `driver` at every call. So these are attributes of one
-C object.
+Persistent calls and C code read `is_quiet` and `driver` at every call. So these are attributes of
+one C object.
 
 One thread at a time drives: it holds `lock` and owns the transport and the launcher's channel.
 Other threads wait for it, or post callbacks to it. The first lost rank, missed deadline or
-interruption breaks the group: every running operation fails, and every later call raises the same
+interruption breaks the group: every running request fails, and every later call raises the same
 failure.
 
 A call that may wait first sends the queues of deferred writes. So a replica that waits in any call
@@ -51,7 +51,7 @@ _log = logging.getLogger("syncvar")
 
 
 class Awaited(Protocol):
-    """Something that a thread waits for: an operation, a remote get, or the first of several."""
+    """Something that a thread waits for: a request, a remote get, or the first of several."""
 
     call: int
     entry: PendingRecord
@@ -160,27 +160,27 @@ class Core(AdmissionState):
         self.book = SequenceTracker(hosts, recorder.numbers)
         # Error that broke the group; None while it works
         self.failure: TransportError | UsageError | None = None
-        # No call can be refused, and no writes are queued: cached calls may skip the engine
+        # No call can be refused, and no writes are queued: persistent calls may skip the engine
         self.is_quiet = True
         # Queues with deferred writes. A call that may wait sends them first.
         self.queues: list[Queued] = []
         # Functions called with group and name before each call
         self.before_calls: list[Callable[[int, str], None]] = []
-        # Cached calls that wait for other ranks, and that only their callers know
+        # Persistent calls that wait for other ranks, and that only their callers know
         self.async_calls: list[AsyncCall] = []
         self.lock = threading.Lock()  # held by the driver, see `seize`
         self.driver = 0  # identity of the driving thread; 0 for none
-        # Running operations by group and call; only the driver changes it
+        # Running requests by group and call; only the driver changes it
         self.active: dict[tuple[int, int], Request] = {}
-        # Operations that any thread has started and the driver has not begun
+        # Requests that any thread has started and the driver has not begun
         self.inbox: collections.deque[Request] = collections.deque()
-        # Running operations that need polling, because no frame announces their progress
+        # Running requests that need polling, because no frame announces their progress
         self.under_way: list[Request] = []
         # Context manager for threads of the engine; a simulated rank binds its context to them
         self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.callbacks = CallbackThread(self)
         self.when_broken: list[Callable[[TransportError | UsageError], None]] = []
-        self._adopting = threading.RLock()
+        self._continuing = threading.RLock()
         self._failure_raised = False
         self._followers: list[threading.Event] = []
         self._posted: collections.deque[Callable[[], None]] = collections.deque()
@@ -218,28 +218,28 @@ class Core(AdmissionState):
 
     # -- calls that have begun without the engine --------------------------------------------------
 
-    def adopt(self, after_s: float = 0.0) -> None:
-        """Continue in the engine all cached calls that have been waiting for `after_s` seconds."""
-        if not self._adopting.acquire(blocking=after_s == 0.0):
+    def continue_async_calls(self, after_s: float = 0.0) -> None:
+        """Continue in the engine all persistent calls that have waited for `after_s` seconds."""
+        if not self._continuing.acquire(blocking=after_s == 0.0):
             # Do not block here: a signal handler in the other thread may be waiting for this
             # thread.
             return
         try:
             for call in list(self.async_calls):
-                if after_s == 0.0 or time.monotonic_ns() - call.begin > after_s * 1e9:
-                    call.adopt()
+                if after_s == 0.0 or time.monotonic_ns() - call.began > after_s * 1e9:
+                    call.continue_in_engine()
         finally:
-            self._adopting.release()
+            self._continuing.release()
 
-    def adopted(self, call: AsyncCall) -> Request | None:
-        """Continue a cached call in the engine; return its operation, or None if it is over."""
-        with self._adopting:
-            call.adopt()
-        operation: Request | None = call.operation
-        if operation is None and not call.is_over:
+    def request_of(self, call: AsyncCall) -> Request | None:
+        """Continue a persistent call in the engine; return its request, or None if it is over."""
+        with self._continuing:
+            call.continue_in_engine()
+        request: Request | None = call.request
+        if request is None and not call.is_over:
             self.check()
-            raise InternalError("a cached call waits, but the engine has not taken it over")
-        return operation
+            raise InternalError("a persistent call waits, but the engine has not taken it over")
+        return request
 
     # -- whose turn it is to drive -----------------------------------------------------------------
 
@@ -276,12 +276,12 @@ class Core(AdmissionState):
         while self._posted:
             self._posted.popleft()()
 
-    def follow(self, operation: Awaited) -> None:
-        """Wait until the driver stops driving or has completed this operation."""
+    def follow(self, request: Awaited) -> None:
+        """Wait until the driver stops driving or has completed this request."""
         event = threading.Event()
         self._followers.append(event)
         try:
-            if not operation.is_over and self.lock.locked():
+            if not request.is_over and self.lock.locked():
                 event.wait(_FOLLOW_S)
         finally:
             self._followers.remove(event)
@@ -341,7 +341,7 @@ class Core(AdmissionState):
     ) -> None:
         """Report that this rank makes no calls after `call`, up to `epoch_end`; from any thread."""
         if self.async_calls:
-            self.adopt()
+            self.continue_async_calls()
         self.send_control_async(
             "abort_step",
             group=group,
@@ -359,7 +359,7 @@ class Core(AdmissionState):
         nothing is sent.
         """
         if self.async_calls:
-            self.adopt()
+            self.continue_async_calls()
         for one in self.book.check_ended_blocks(groups, SKIPPED_CALL, self.rank):
             self.is_quiet = False
             self.abort_step(
@@ -369,11 +369,11 @@ class Core(AdmissionState):
     # -- failure of the group ----------------------------------------------------------------------
 
     def break_generation(self, failure: TransportError) -> None:
-        """Fail all running operations, and refuse all later calls."""
+        """Fail all running requests, and refuse all later calls."""
         first = self.failure = self.failure or failure
         self.is_quiet = False
-        for operation in list(self.active.values()):
-            operation.fail(first)
+        for request in list(self.active.values()):
+            request.fail(first)
         self.active.clear()
         self.under_way.clear()
         for callback in self.when_broken:
@@ -384,11 +384,11 @@ class Core(AdmissionState):
         self.hand_over()
         self.recorder.broke(failure)
 
-    def interrupted(self, operation: Awaited, error: BaseException) -> None:
+    def interrupted(self, request: Awaited, error: BaseException) -> None:
         """Break the group because an exception interrupted a started call."""
-        operation.entry.end(error)
-        group = operation.entry.info.group
-        location = self.recorder.numbers.text(operation.label, group, operation.call)
+        request.entry.end(error)
+        group = request.entry.info.group
+        location = self.recorder.numbers.text(request.label, group, request.call)
         self.fall(error, location)
 
     def fall(self, error: BaseException, location: str) -> None:
@@ -405,18 +405,16 @@ class Core(AdmissionState):
                 missing=[],
             )
 
-    def report_accident(self, operation: Request) -> None:
-        """Report an error of this rank alone to the group, if the operation has one."""
-        error = operation.accident
+    def report_accident(self, request: Request) -> None:
+        """Report an error of this rank alone to the group, if the request has one."""
+        error = request.accident
         if error is None:
             return
-        if operation.is_published:
-            self.interrupted(operation, error)
+        if request.is_published:
+            self.interrupted(request, error)
         else:
             reason = error_line(error)
-            self.reject_call(
-                operation.group, operation.members, operation.call, operation.label, reason
-            )
+            self.reject_call(request.group, request.members, request.call, request.label, reason)
 
 
 class Queued(Protocol):

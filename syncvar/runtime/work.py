@@ -16,7 +16,7 @@ import numpy as np
 from syncvar._native import AsyncCall
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.runtime.block_transfer import NOTHING
+from syncvar.runtime.block_transfer import NO_RESULT
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.state import send_queued
@@ -104,17 +104,17 @@ class Work(MigrationHintsMixin):
     _async_call: AsyncCall | None = None  # while the engine does not know the call
     _callbacks: DoneCallbacks
     _finish: Callable[[Any], Any] | None = None
-    _operation: Request
+    _request: Request
 
     def __init__(
-        self, engine: ProgressEngine | None, operation: Request | AsyncCall, *, sends: bool = False
+        self, engine: ProgressEngine | None, request: Request | AsyncCall, *, sends: bool = False
     ) -> None:
         self._engine = engine
         self._sends = sends  # this call sends deferred writes
-        if isinstance(operation, AsyncCall):
-            self._async_call = operation
+        if isinstance(request, AsyncCall):
+            self._async_call = request
         else:
-            self._operation = operation
+            self._request = request
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
         """Apply `finish` to the result, after earlier functions; return this work."""
@@ -137,64 +137,64 @@ class Work(MigrationHintsMixin):
             result = self._take_result(async_call, waits=True)
             if result is not None:
                 return self._finished(result)
-        return self._outcome(self._operation, timeout, sends=not self._sends)
+        return self._outcome(self._request, timeout, sends=not self._sends)
 
     def __await__(self) -> Generator[Any, None, Any]:
-        operation = self._continued()
-        if operation is None:
+        request = self._continued()
+        if request is None:
             return self.wait()  # has ended: does not wait
-        if not operation.is_over:
+        if not request.is_over:
             import asyncio  # loaded, because a loop runs
 
             loop = asyncio.get_running_loop()
             future = loop.create_future()
-            operation.when_over(partial(_wake, loop, future))
+            request.when_over(partial(_wake, loop, future))
             yield from future
-        return self._outcome(operation, None, sends=False)
+        return self._outcome(request, None, sends=False)
 
-    def _outcome(self, operation: Request, timeout: float | None, *, sends: bool) -> Any:
+    def _outcome(self, request: Request, timeout: float | None, *, sends: bool) -> Any:
         """Wait for the result; `sends` sends deferred writes first."""
         if self._engine is None:
-            if operation.error is not None:
-                raise operation.error
-            return self._finished(operation.result)
+            if request.error is not None:
+                raise request.error
+            return self._finished(request.result)
         try:
-            result = self._wait(operation, self._engine, timeout, sends=sends)
+            result = self._wait(request, self._engine, timeout, sends=sends)
         except SyncvarError as error:
-            note = f"the call was started at {operation.site}"
-            if operation.site and note not in getattr(error, "__notes__", ()):
+            note = f"the call was started at {request.site}"
+            if request.site and note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
         return self._finished(result)
 
     def _finished(self, result: Any) -> Any:
         """Return what the caller gets."""
-        if result is NOTHING:
+        if result is NO_RESULT:
             result = None
         return result if self._finish is None else self._finish(result)
 
     def _wait(
-        self, operation: Request, engine: ProgressEngine, timeout: float | None, *, sends: bool
+        self, request: Request, engine: ProgressEngine, timeout: float | None, *, sends: bool
     ) -> Any:
         if engine.queues and sends:
             send_queued(engine.queues)
-        if timeout is not None and not operation.is_over:
+        if timeout is not None and not request.is_over:
             allowed = checked_timeout(timeout)
             until = time.monotonic() + allowed
-            if until < operation.deadline:
-                operation.deadline, operation.timeout_s = until, allowed
-        return engine.wait(operation)
+            if until < request.deadline:
+                request.deadline, request.timeout_s = until, allowed
+        return engine.wait(request)
 
     def _take_result(self, async_call: AsyncCall, *, waits: bool) -> Any:
         """Return the result of a call unknown to the engine; None if the engine continues it."""
         result = async_call.end(waits)
         if result is None:
             assert self._engine is not None
-            operation = self._engine.adopted(async_call)
-            if operation is None:
+            request = self._engine.request_of(async_call)
+            if request is None:
                 return async_call.end(waits)  # the call has ended meanwhile
             # set before `_async_call`: another thread may wait for the same call
-            self._operation = operation
+            self._request = request
             self._async_call = None
         return result
 
@@ -206,11 +206,11 @@ class Work(MigrationHintsMixin):
         async_call = self._async_call
         if async_call is not None and self._take_result(async_call, waits=False) is not None:
             return True
-        operation = self._operation
-        if self._engine is not None and not operation.is_over:
+        request = self._request
+        if self._engine is not None and not request.is_over:
             self._begin_queued(self._engine)
             self._engine.poll()
-        return operation.is_over
+        return request.is_over
 
     @property
     def has_failed(self) -> bool:
@@ -221,7 +221,7 @@ class Work(MigrationHintsMixin):
             >>> sv.barrier(async_op=True).has_failed
             False
         """
-        return self._async_call is None and self._operation.error is not None
+        return self._async_call is None and self._request.error is not None
 
     def _begin_queued(self, engine: ProgressEngine) -> None:
         """Start to send deferred writes, without waiting for them."""
@@ -234,12 +234,12 @@ class Work(MigrationHintsMixin):
         async_call, engine = self._async_call, self._engine
         if async_call is not None and self._take_result(async_call, waits=False) is not None:
             return None
-        operation = self._operation
-        if engine is not None and not operation.is_over:
+        request = self._request
+        if engine is not None and not request.is_over:
             engine.require_own()
             self._begin_queued(engine)
             engine.transport.wake()  # the progress thread continues it
-        return operation
+        return request
 
     def add_done_callback(self, function: Callable[[Work], object]) -> None:
         """Call `function(work)` when the call has ended, with or without error.
@@ -265,17 +265,17 @@ class Work(MigrationHintsMixin):
             >>> work.add_done_callback(lambda work: print("sum", work.wait()))
             sum 2.0
         """
-        operation, engine = self._continued(), self._engine
+        request, engine = self._continued(), self._engine
         callbacks: DoneCallbacks = self.__dict__.setdefault("_callbacks", DoneCallbacks())
         callbacks.functions.append(function)
         run = partial(callbacks.run, self)
-        if operation is None or operation.is_over:
+        if request is None or request.is_over:
             run()
         elif engine is None:
-            operation.when_over(run)
+            request.when_over(run)
         else:
             engine.callbacks.start()
-            operation.when_over(partial(engine.callbacks.post, run))
+            request.when_over(partial(engine.callbacks.post, run))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end and return the error, or None."""
@@ -340,41 +340,41 @@ def wait_any(works: Iterable[Work | None]) -> int:
     for index, work in started:
         if work.done():
             return index
-    calls = [(work._engine, work._operation) for _, work in started]  # noqa: SLF001  (its own room)
+    calls = [(work._engine, work._request) for _, work in started]  # noqa: SLF001  (its own room)
     engine = next((one for one, _ in calls if one is not None), None)
     if engine is None:
         started[0][1].wait()  # raises: only this thread could send the message
     else:
-        first = _FirstEnded(engine, [operation for _, operation in calls])
+        first = _FirstEnded(engine, [request for _, request in calls])
         engine.wait(first)
         first.entry.end()
     return next(index for index, work in started if work.done())
 
 
 class _FirstEnded:
-    """A wait for the first of several operations, with the attributes that the engine needs."""
+    """A wait for the first of several requests, with the attributes that the engine needs."""
 
     label = "wait_any"
     call = -1
     error = None
     result = None
 
-    def __init__(self, engine: ProgressEngine, operations: list[Request]) -> None:
-        self._operations = operations
+    def __init__(self, engine: ProgressEngine, requests: list[Request]) -> None:
+        self._requests = requests
         self.thread = 0
-        path = f"{len(operations)} started calls"
+        path = f"{len(requests)} started calls"
         self.entry = engine.recorder.begin(
             CallInfo(CollectiveSpec(self.label), path=path), self.call
         )
 
     @property
     def is_over(self) -> bool:
-        """Whether one of the operations is over."""
-        return any(operation.is_over for operation in self._operations)
+        """Whether one of the requests is over."""
+        return any(request.is_over for request in self._requests)
 
     def look(self) -> bool:
-        """Spin for a short while; return whether an operation in shared memory can continue."""
-        return any(operation.needs_looks and operation.look() for operation in self._operations)
+        """Spin for a short while; return whether a request in shared memory can continue."""
+        return any(request.needs_looks and request.look() for request in self._requests)
 
 
 def wait_all(works: Iterable[Work | None]) -> list[Any]:

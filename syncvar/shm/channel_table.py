@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar._native.constants import RING_SLOTS
+from syncvar._native.constants import RING_SLOTS, SPREAD
 from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.shm.segment_file import ABORT, PAGE_BYTES, TABLE_BYTES
 
@@ -93,12 +93,11 @@ def pause_after(waited_s: float) -> float:
 
 
 def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core: bool) -> Waiter:
-    """Return a function `wait(indices, need, limit)` that spins until others have published `need`.
+    """Return a function `wait(indices, need, limit)` that spins until others have published a need.
 
-    It returns True when every indexed word is at least `need`, or every phase at least -`need`. A
-    rank whose word is at least `limit` has begun a later call: its DONE word counts then. It
-    returns False after BUDGET_S or an abort. `abort` is the index of that word; `phase` and `done`
-    are distances from a rank's word.
+    `constants.Need` explains needs. A rank whose word is at least `limit` has begun a later call:
+    its DONE word counts then. The function returns False after BUDGET_S or an abort. `abort` is the
+    index of that word; `phase` and `done` are distances from a rank's word.
     """
     make = _own_core_waiter if has_own_core else _shared_core_waiter
     return make(words, abort, phase, done)
@@ -331,7 +330,6 @@ _PROCESS, _ADDRESS, _NUMBER, _RUNNER = 1, 2, 3, 4
 # How often the C runner looks (400 looks: about 15 us) before it yields, or Python takes over.
 _LOOKS_OWN_CORE, _LOOKS_SHARED = 400, 8
 MASK = (1 << 64) - 1
-SPREAD = 0x9E3779B97F4A7C15  # odd: calls with one fingerprint get different checks
 
 
 def group_key(identity: int) -> int:

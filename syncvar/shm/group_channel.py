@@ -135,7 +135,7 @@ class GroupChannel(ChannelState):
     # -- publishing and waiting --------------------------------------------------------------------
 
     def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
-        """Publish phase 0 of a call, and return the word that the others have to reach.
+        """Publish phase 0 of a call; return its need.
 
         `check` is the call's `check_of`; `source` and `target` describe its input and output
         (`ShmRef`).
@@ -153,7 +153,7 @@ class GroupChannel(ChannelState):
         return last
 
     def publish(self) -> int:
-        """Publish the next phase; return minus the phase, which the others have to reach."""
+        """Publish the next phase; return its need."""
         phase = self.phase = self.words[self.entry + PHASE] = self.phase + 1
         return -phase
 
@@ -162,6 +162,7 @@ class GroupChannel(ChannelState):
         return (self.phase + 1) & 1
 
     def _is_at(self, entry: int, need: int) -> bool:
+        """Return whether a rank has published a need: a word, or minus a phase of this call."""
         words = self.words
         word = words[entry]
         if need > 0:
@@ -169,11 +170,11 @@ class GroupChannel(ChannelState):
         return words[entry + (DONE if word >= self.last + 2 else PHASE)] >= -need
 
     def is_reached(self, need: int) -> bool:
-        """Return whether all others have published `need`: a word, or minus a phase."""
+        """Return whether all others have published a need, see `Need`."""
         return all(self._is_at(other, need) for other in self.others)
 
     def missing(self, need: int) -> tuple[int, ...]:
-        """Return the world ranks that have not published `need` yet."""
+        """Return the world ranks that have not published a need yet, see `Need`."""
         if not self.is_open:
             return tuple(self.members[rank] for rank in range(self.size) if not self._entries[rank])
         others = [rank for rank in range(self.size) if rank != self.rank]

@@ -42,7 +42,7 @@ from syncvar.shm.segment_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -217,20 +217,6 @@ class SharedSegment:
             place = f"{reference.nbytes} bytes at {reference.offset} of shared memory"
             raise InternalError(f"another process refers to {place}: {refusal}")
         return reference.offset
-
-    def rows(
-        self, offsets: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> NDArray[Any]:
-        """Return arrays of one shape at evenly spaced offsets as one array, without a copy."""
-        step = offsets[1] - offsets[0]
-        if any(offset != offsets[0] + place * step for place, offset in enumerate(offsets)):
-            raise ValueError("the offsets are not evenly spaced")
-        lane = np.ndarray(shape, dtype)
-        for offset in offsets:
-            self.check(offset, lane.nbytes)
-        return np.ndarray(
-            (len(offsets), *shape), dtype, self.ground, offsets[0], (step, *lane.strides)
-        )
 
     def entries(self, word: int, count: int) -> NDArray[np.uint64]:
         """Return a view of words of a rank's channel table."""

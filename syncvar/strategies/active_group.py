@@ -9,11 +9,12 @@ code that holds it makes their calls.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import agree, agreement_request
+from syncvar.collectives.all_reduce import agree, agreement_call
 from syncvar.core.errors import MismatchError, UsageError, error_line
 from syncvar.core.process_ids import rank_list
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint, spec_of
@@ -64,7 +65,7 @@ class ActiveGroup:
         channel = self.communicator.channel
         if channel is not None:
             channel.is_settled = (
-                False  # so cached calls take the slow path, which calls `agree_on_members`
+                False  # so persistent calls take the slow path, which calls `agree_on_members`
             )
         self._home = self._beside("calls")
         self._become(self._home)
@@ -125,14 +126,10 @@ class ActiveGroup:
         own = membership.member_rank
         bits[own >> 6] = np.uint64(1) << np.uint64(own & 63)
         spec = CollectiveSpec("sv.uneven: its own loop has ended", compared=_MEMBERSHIP)
-        work: Work = membership.perform(
-            _MEMBERSHIP,
-            lambda: agreement_request(membership, _MEMBERSHIP, "or", bits, spec),
-            timeout,
-            async_op=True,
-        )
+        check = partial(agreement_call, membership, _MEMBERSHIP, "or", spec, bits)
+        work: Work = membership.perform(_MEMBERSHIP, check, timeout, async_op=True)
         # It may wait long, and the call at the end of the block names the ranks that are missing.
-        work._operation.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
+        work._request.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
         return work
 
     def abort_step(self, error: BaseException) -> None:
@@ -182,7 +179,7 @@ class ActiveGroup:
                 self._block.end(LEFT + cause, cause)
 
     def _become(self, communicator: Communicator) -> None:
-        communicator.prepares = False
+        communicator.keeps_persistent = False
         communicator.whole, communicator.uneven = self.whole, self
         self.communicator.become(communicator)
 

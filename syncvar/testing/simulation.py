@@ -98,9 +98,9 @@ class Simulation:
                 returns a `CheckedCall`.
         """
         for rank, communicator in enumerate(self._groups):
-            request: CheckedCall = make(rank, Group(communicator))
+            checked: CheckedCall = make(rank, Group(communicator))
             number = len(self._calls[rank])
-            self._calls[rank].append(communicator.operation(number, request))
+            self._calls[rank].append(communicator.request_of(number, checked))
 
     def run(self) -> list[list[Any]]:
         """Step until no rank can step, and return for each call the results by rank.
@@ -137,10 +137,10 @@ class Simulation:
     def _start(self, rank: int) -> None:
         number = self._started[rank]
         self._started[rank] += 1
-        operation = self._calls[rank][number]
-        operation.advance()
+        request = self._calls[rank][number]
+        request.advance()
         for frame in self._early[rank].pop(number, ()):
-            self._hand(rank, operation, frame)
+            self._hand(rank, request, frame)
 
     def _deliver(self, link: tuple[int, int]) -> None:
         flying = self._links[link]
@@ -159,26 +159,26 @@ class Simulation:
         else:
             self._hand(target, self._calls[target][number], frame)
 
-    def _hand(self, rank: int, operation: Request, frame: Frame) -> None:
-        name = operation.label
-        is_same = frame.header.fingerprint == operation.fingerprint
+    def _hand(self, rank: int, request: Request, frame: Frame) -> None:
+        name = request.label
+        is_same = frame.header.fingerprint == request.fingerprint
         assert is_same, f"{name}: a frame of another call"
-        assert not operation.is_over, f"{name}: a frame came after the end on rank {rank}"
-        operation.accept(frame)
-        if operation.state == RequestState.DRAINING:
-            operation.advance()
+        assert not request.is_over, f"{name}: a frame came after the end on rank {rank}"
+        request.accept(frame)
+        if request.state == RequestState.DRAINING:
+            request.advance()
 
     def _check_end(self) -> None:
-        for rank, operations in enumerate(self._calls):
-            for operation in operations:
-                if operation.error is not None:
-                    raise operation.error
-                assert operation.state == RequestState.DONE, (
-                    f"rank {rank} is in {operation.label} (call {operation.call + 1}), waiting for "
-                    f"{operation.awaiting}"
+        for rank, requests in enumerate(self._calls):
+            for request in requests:
+                if request.error is not None:
+                    raise request.error
+                assert request.state == RequestState.DONE, (
+                    f"rank {rank} is in {request.label} (call {request.call + 1}), waiting for "
+                    f"{request.awaiting}"
                 )
-                unused = operation.unused_frames()
-                assert not unused, f"{operation.label}: frames were left over on rank {rank}"
+                unused = request.unused_frames()
+                assert not unused, f"{request.label}: frames were left over on rank {rank}"
         assert not any(self._early), "frames of calls that were never made"
         lost = {link: nbytes for link, nbytes in self._unused.items() if nbytes}
         assert not lost, f"bytes that no rank reported as consumed: {lost}"

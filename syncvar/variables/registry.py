@@ -19,6 +19,7 @@ import logging
 import os
 import weakref
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from syncvar._native import CheckGate
 from syncvar._native.constants import WRITES_PER_DECISION
 from syncvar.collectives.all_reduce import agree
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.broadcast import BroadcastCall
 from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.output_files import (
@@ -301,7 +302,7 @@ class VariableRegistry(CheckGate):
         self._due = {entry.number for entry in self._schedule.due_at(self.runs, check_every)}
         self._compared.clear()
         if self._due:
-            self.until = _AT_ONCE  # cached writes have to be checked as well
+            self.until = _AT_ONCE  # persistent writes have to be checked as well
         self.is_free = self._is_paused or not self._due
         self._next_due = self._schedule.next_after(self.runs, check_every) if not self._due else 0
 
@@ -310,7 +311,7 @@ class VariableRegistry(CheckGate):
         self._is_running, self.is_free = False, self._is_paused
 
     def is_due(self, tally: VariableCounters) -> bool:
-        """Return whether `before_write` has to be called; cached writes skip this up to `until`."""
+        """Return whether to call `before_write`; persistent writes skip this up to `until`."""
         if self._is_paused or self._is_running:
             return not self._is_paused
         step = tally.steps + 1
@@ -480,10 +481,7 @@ def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) 
     ]
     for part in _batches(shared):
         together = np.concatenate([_bytes_of(one) for _, one in part])
-
-        def check(together: Any = together) -> Any:
-            return broadcast_request(communicator, together, root=newest, name=_RESYNC)
-
+        check = partial(BroadcastCall, communicator, together, root=newest, name=_RESYNC)
         values = communicator.perform(_RESYNC, check, owner.timeout)
         start = 0
         for name, one in part:

@@ -198,7 +198,7 @@ class Storage(CopyGuard):
         del view
         return self._copy_beside_a_write()
 
-    def read(self, copy: bool) -> NDArray[Any]:  # noqa: FBT001  (as the cached reads of C)
+    def read(self, copy: bool) -> NDArray[Any]:  # noqa: FBT001  (as the persistent reads of C)
         """Return what `expose` returns; without `copy`, a view valid until the next write."""
         return self.expose() if copy else self.view
 

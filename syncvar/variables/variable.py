@@ -20,7 +20,7 @@ from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variab
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
 from syncvar.variables.values import ArrayProtocol
 from syncvar.variables.variable_owner import current_owner, current_scope
-from syncvar.variables.variable_state import UNPREPARED, VariableState
+from syncvar.variables.variable_state import PLAIN_WRITES, VariableState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -152,7 +152,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     """
 
     stepper: RemoteOptimizer | None = None  # applies optimizer steps to a remote value
-    _prepared: dict[AccessKind, Write] = UNPREPARED  # cached writes; the same dict as the state's
+    _persistent_writes: dict[AccessKind, Write] = PLAIN_WRITES  # the same dict as the state's
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Return an instance of the class that the current strategy uses for variables."""
@@ -178,7 +178,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
     def _init_from(self, init: VariableInit) -> None:
         state = self._state = VariableState(init)
-        self._prepared = state.prepared
+        self._persistent_writes = state.persistent_writes
         self._owner, self._name, self._trainable = init.owner, init.name, init.trainable
         self._shape, self._dtype = state.shape, state.dtype
         self._requested, self._synchronization = state.requested, state.synchronization
@@ -333,17 +333,17 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             >>> float(sv.Variable(0.0).assign(3.0))
             3.0
         """
-        result = self._prepared[_ASSIGN](x)
+        result = self._persistent_writes[_ASSIGN](x)
         return self if result == _STORED else self._assign(_ASSIGN, x, result)
 
     def assign_add(self, x: Any) -> Variable:
         """Add to the value; as `assign`."""
-        result = self._prepared[_ADD](x)
+        result = self._persistent_writes[_ADD](x)
         return self if result == _STORED else self._assign(_ADD, x, result)
 
     def assign_sub(self, x: Any) -> Variable:
         """Subtract from the value; as `assign`."""
-        result = self._prepared[_SUB](x)
+        result = self._persistent_writes[_SUB](x)
         return self if result == _STORED else self._assign(_SUB, x, result)
 
     def scatter_add(self, indices: Any, values: Any) -> Variable:
@@ -394,7 +394,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         return self._scatter(AccessKind.SCATTER_UPDATE, indices, values)
 
     def _assign(self, operation: AccessKind, x: Any, result: int) -> Variable:
-        """Finish a write that the cached write has answered with `result`."""
+        """Finish a write that the persistent write has answered with `result`."""
         variable_writes.assign(self._state, operation, x, result)
         return self
 

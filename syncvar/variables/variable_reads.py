@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.gather import gather_request
+from syncvar.collectives.gather import AllGatherCall
 from syncvar.collectives.reduce_args import ReduceOptions, persistent_reduction
 from syncvar.collectives.sharded_sums import tree_combined
 from syncvar.core.array_types import dtype_from_index
@@ -22,14 +23,13 @@ from syncvar.core.errors import (
 )
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.variables.policy import AccessKind, CallContext, Travel, VariableSynchronization
-from syncvar.variables.replica_call import combine, request_of
+from syncvar.variables.replica_call import checked_call, combine
 from syncvar.variables.variable_owner import context_here
-from syncvar.variables.variable_state import cached_reads, copy_key, read_only
+from syncvar.variables.variable_state import copy_key, persistent_reads, read_only
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import CheckedCall
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
 
@@ -37,7 +37,7 @@ _SUMS = (Travel.SUM, Travel.MEAN)
 
 
 def read_value(state: VariableState, *, copy: bool) -> NDArray[Any]:
-    """Return the value: by the cached read if there is one, else by the policy table."""
+    """Return the value: by the persistent read if there is one, else by the policy table."""
     try:
         value = state.look(copy)
     except (MismatchError, DeadlineExceeded, PeerLost) as error:
@@ -98,7 +98,7 @@ def _read_together(
         communicator.agree_on_members(label, owner.timeout)
         if len(communicator.whole) > communicator.size:
             return read_only(combine_with_absent(state, operand(), travel, label))
-    value = combine(state, action, label, operand, request_of)
+    value = combine(state, action, label, operand, checked_call)
     del held
     if travel is Travel.MEETING:
         return state.storage.expose()
@@ -107,7 +107,7 @@ def _read_together(
         options = ReduceOptions(owner.reproducible)
         call = persistent_reduction(communicator, array, op, label, options)
         if call is not None:
-            cached, look = cached_reads(owner, state.storage, state.tally, call)
+            cached, look = persistent_reads(owner, state.storage, state.tally, call)
             state.reading[where] = cached
             if operation is AccessKind.READ and state.queue is None:
                 state.look = look
@@ -162,10 +162,7 @@ def combine_with_absent(
     """
     owner, namespace, name = state.owner, state.namespace, state.name
     communicator = owner.communicator
-
-    def check() -> CheckedCall:
-        return gather_request(communicator, mine[np.newaxis], name=label)
-
+    check = partial(AllGatherCall, communicator, mine[np.newaxis], name=label)
     gathered = communicator.perform(label, check, owner.timeout)
     copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, gathered, strict=True))
     for replica in [0] if travel is Travel.FIRST else range(len(communicator.whole)):

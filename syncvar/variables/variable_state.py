@@ -1,11 +1,11 @@
-"""The state of one variable on this replica: copy, counters, cached accesses, deferral.
+"""The state of one variable on this replica: copy, counters, persistent accesses, deferral.
 
 `Variable` is the public class. All other modules of this package work on its `VariableState`.
 
-Cached writes and reads are the fast path of an access that all replicas have made before. Caching
-fixes what cannot change for a variable: the collective, its description and its signature, and the
-memory. Each cached access still checks what can change: scope, form of the operand, channel of the
-group, a due comparison of the copies, views of the copy.
+Persistent writes and reads are the fast path of an access that all replicas have made before. They
+keep what cannot change for a variable: the collective, its description and its signature, and the
+memory. Each one still checks what can change: scope, form of the operand, channel of the group, a
+due comparison of the copies, views of the copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import CheckGate
-    from syncvar.runtime.communicator import PreparedCall
+    from syncvar.runtime.communicator import Persistent
     from syncvar.variables.create import VariableInit
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable_owner import VariableOwner
@@ -52,18 +52,18 @@ if TYPE_CHECKING:
 _FALLBACK, _STORED, _SAMPLE = (int(result) for result in StoreResult)
 
 
-def uncached_write(_x: Any, *, is_seen: bool = False) -> int:
+def plain_write(_x: Any, *, is_seen: bool = False) -> int:
     """Stand for a write that is not cached."""
     del is_seen
     return _FALLBACK
 
 
-def uncached_look(_copy: object) -> None:
+def plain_look(_copy: object) -> None:
     """Stand for a local read that is not cached."""
 
 
 class LocalLook:
-    """A cached local read in Python; its result is None if the policy table has to decide."""
+    """A persistent local read in Python; its result is None if the policy table has to decide."""
 
     def __init__(self, owner: VariableOwner, storage: Storage, tally: VariableCounters) -> None:
         self._owner, self._storage, self._tally = owner, storage, tally
@@ -82,8 +82,8 @@ class LocalLook:
         return self._storage.expose() if copy else self._storage.view
 
 
-def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
-    """Return a cached local read, in C if possible."""
+def persistent_look(owner: VariableOwner, storage: Storage, tally: VariableCounters) -> Look:
+    """Return a persistent local read, in C if possible."""
     look = LocalLook(owner, storage, tally)
     if storage.is_shared or which(owner.context.config.call_runner) == "python":
         return look
@@ -93,8 +93,8 @@ def cached_look(owner: VariableOwner, storage: Storage, tally: VariableCounters)
     return result
 
 
-class CachedWrite:
-    """A cached write in Python: a function of the operand that returns a `StoreResult`.
+class PersistentWrite:
+    """A persistent write in Python: a function of the operand that returns a `StoreResult`.
 
     Args:
         owner: Owner of the variable.
@@ -109,7 +109,7 @@ class CachedWrite:
         owner: VariableOwner,
         storage: Storage,
         tally: VariableCounters,
-        call: PreparedCall,
+        call: Persistent,
         *,
         counts: bool,
     ) -> None:
@@ -175,11 +175,15 @@ class CachedWrite:
         return native
 
 
-class CachedRead:
-    """A cached collective read in Python for a known context; None if nothing was done."""
+class PersistentRead:
+    """A persistent collective read in Python for a known context; None if nothing was done."""
 
     def __init__(
-        self, owner: VariableOwner, storage: Storage, tally: VariableCounters, call: PreparedCall
+        self,
+        owner: VariableOwner,
+        storage: Storage,
+        tally: VariableCounters,
+        call: Persistent,
     ) -> None:
         self._owner, self._storage, self._tally, self._call = owner, storage, tally, call
         self._communicator = owner.communicator
@@ -199,10 +203,10 @@ class CachedRead:
         return read_only(value)
 
 
-def cached_reads(
-    owner: VariableOwner, storage: Storage, tally: VariableCounters, call: PreparedCall
+def persistent_reads(
+    owner: VariableOwner, storage: Storage, tally: VariableCounters, call: Persistent
 ) -> tuple[Read, Look]:
-    """Return two cached collective reads; each returns None if nothing was done.
+    """Return two persistent collective reads; each returns None if nothing was done.
 
     The first is for a known context; the second checks the scope of the thread, and counts the
     read.
@@ -216,9 +220,9 @@ def cached_reads(
         replica=CallContext.REPLICA,
     )
     local_copy = LocalCopy(storage, tally, storage.array.dtype, storage.array.shape)
-    read = CachedRead(owner, storage, tally, call)
+    read = PersistentRead(owner, storage, tally, call)
     known: Read = access("Read", read, scope._replace(places=None), local_copy, call=call)
-    look: Look = access("Read", uncached_look, scope, local_copy, call=call)
+    look: Look = access("Read", plain_look, scope, local_copy, call=call)
     return known, look
 
 
@@ -233,7 +237,7 @@ UFUNCS: dict[AccessKind, Any] = {
     AccessKind.ASSIGN_ADD: np.add,
     AccessKind.ASSIGN_SUB: np.subtract,
 }
-UNPREPARED: dict[AccessKind, Write] = dict.fromkeys(UFUNCS, uncached_write)
+PLAIN_WRITES: dict[AccessKind, Write] = dict.fromkeys(UFUNCS, plain_write)
 
 
 class RegistryEntry:
@@ -283,7 +287,7 @@ class VariableState:
         self.pace = "eager"
         self.is_pinned = False
         self.are_parts = False  # copies are parts of a whole; see `create_for_strategy`
-        self.prepared: dict[AccessKind, Write] = dict(UNPREPARED)
+        self.persistent_writes: dict[AccessKind, Write] = dict(PLAIN_WRITES)
         self.reading: dict[tuple[AccessKind, CallContext | None], Read] = {}
         self.queue: WriteQueue | None = None  # while increments are deferred
         # Deferrable increments: context, op and digest, by operation.
@@ -291,7 +295,7 @@ class VariableState:
         self.changes: list[tuple[int, str, str, str]] = []
         self.decided: tuple[int, str] | None = None  # step and reason of AUTO's last decision
         self.storage: Storage = owner.create_storage(init.value, self.synchronization)
-        self.look = self._prepared_look()
+        self.look = self._persistent_look()
         action = decide(
             self.synchronization, self.aggregation, CallContext.CROSS, AccessKind.READ_FROM
         )
@@ -343,12 +347,12 @@ class VariableState:
         communicator = self.owner.communicator
         return share_of(value, communicator.size, communicator.member_rank)
 
-    def _prepared_look(self) -> Look:
-        """Return a cached read of the local copy, if reading never communicates."""
+    def _persistent_look(self) -> Look:
+        """Return a persistent read of the local copy, if reading never communicates."""
         mode = self.synchronization, self.aggregation
         actions = [decide(*mode, context, AccessKind.READ) for context in CallContext]
         is_own = all(action.travel is Travel.NOTHING and action.error is None for action in actions)
-        return cached_look(self.owner, self.storage, self.tally) if is_own else uncached_look
+        return persistent_look(self.owner, self.storage, self.tally) if is_own else plain_look
 
     # -- counters and comparisons ------------------------------------------------------------------
 
@@ -407,9 +411,9 @@ class VariableState:
     def set_deferred(self, *, is_deferred: bool) -> None:
         """Start or stop deferring increments, without recording it."""
         self.queue = queue_of(self.owner) if is_deferred else None
-        self.prepared.update(UNPREPARED)  # deferred writes are not cached
+        self.persistent_writes.update(PLAIN_WRITES)  # deferred writes are not persistent
         # A read flushes the queue.
-        self.look = uncached_look if is_deferred else self._prepared_look()
+        self.look = plain_look if is_deferred else self._persistent_look()
 
     def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
         """Apply the sum of all replicas' increments to the copy; called by the queue."""

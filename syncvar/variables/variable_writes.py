@@ -19,7 +19,7 @@ from syncvar.variables.policy import (
     Travel,
     VariableSynchronization,
 )
-from syncvar.variables.replica_call import combine, request_of, rows_request
+from syncvar.variables.replica_call import RowsCall, checked_call, combine
 from syncvar.variables.storage import SharedCopy, marked_as_written, write_once
 from syncvar.variables.values import (
     ArrayProtocol,
@@ -30,7 +30,7 @@ from syncvar.variables.values import (
     operand_array,
 )
 from syncvar.variables.variable_owner import context_here, context_of
-from syncvar.variables.variable_state import UFUNCS, CachedWrite, uncached_write
+from syncvar.variables.variable_state import UFUNCS, PersistentWrite, plain_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,7 +43,7 @@ _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it
 
 
 def assign(state: VariableState, operation: AccessKind, x: Any, result: int) -> None:
-    """Finish a write that the cached write has not finished."""
+    """Finish a write that the persistent write has not finished."""
     if result == StoreResult.STORED_AND_SAMPLE:
         state.sample_deferral()
         return
@@ -134,7 +134,7 @@ class ReplicaWrite(ABC):
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return request_of
+        return checked_call
 
     @abstractmethod
     def operand(self) -> Any:
@@ -192,8 +192,8 @@ class WriteOp(ReplicaWrite):
     def run(self) -> None:
         """Make the write, and cache the next one."""
         state, operation = self.state, self.operation
-        cached = state.prepared[operation]
-        if self.is_direct and cached is not uncached_write:
+        cached = state.persistent_writes[operation]
+        if self.is_direct and cached is not plain_write:
             array = self._plain_operand()
             result: int = StoreResult.FALLBACK
             if array is not None:
@@ -206,14 +206,14 @@ class WriteOp(ReplicaWrite):
         if not self.is_direct:
             return
         is_counted = state.is_counted and operation is not AccessKind.ASSIGN
-        if cached is uncached_write and not state.storage.is_shared:
-            self._prepare_next_write(is_counted=is_counted)
+        if cached is plain_write and not state.storage.is_shared:
+            self._persist_next_write(is_counted=is_counted)
         if is_counted:
             state.tally.added += 1
             if context_here(state.owner) is CallContext.SPMD:
                 state.sample_deferral()
 
-    def _prepare_next_write(self, *, is_counted: bool) -> None:
+    def _persist_next_write(self, *, is_counted: bool) -> None:
         state = self.state
         owner, storage = state.owner, state.storage
         options = ReduceOptions(owner.reproducible, apply=self._ufunc)
@@ -221,11 +221,11 @@ class WriteOp(ReplicaWrite):
             owner.communicator, storage.array, self._op, self.label, options
         )
         if call is not None:
-            write = CachedWrite(owner, storage, state.tally, call, counts=is_counted)
-            state.prepared[self.operation] = write.build()
+            write = PersistentWrite(owner, storage, state.tally, call, counts=is_counted)
+            state.persistent_writes[self.operation] = write.build()
 
     def _plain_operand(self) -> NDArray[Any] | None:
-        """Return the operand of a cached write; None if the slow path has to reject it."""
+        """Return the operand of a persistent write; None if the slow path has to reject it."""
         state = self.state
         number = None if state.shape else number_array(self._x, state.dtype)
         if number is not None:
@@ -238,12 +238,12 @@ class WriteOp(ReplicaWrite):
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return self._build_in_place if self.is_direct else request_of
+        return self._build_in_place if self.is_direct else checked_call
 
     def _build_in_place(self, *arguments: Any, **options: Any) -> Any:
         # Keeps the old content: the replicas may disagree.
         out = self.state.storage.writable()
-        return request_of(*arguments, **options, out=out, apply=self._ufunc)
+        return checked_call(*arguments, **options, out=out, apply=self._ufunc)
 
     def operand(self) -> NDArray[Any]:
         """Return the checked input of this replica."""
@@ -285,7 +285,7 @@ class ScatterOp(ReplicaWrite):
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return rows_request
+        return RowsCall
 
     def operand(self) -> tuple[NDArray[Any], RowSelection]:
         """Return the checked input of this replica."""

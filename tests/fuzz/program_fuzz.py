@@ -164,7 +164,9 @@ def both(draw):
     channel = channel_over(shm, 3)
     with np.errstate(all="ignore"):
         needs = list(
-            interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.arithmetic))
+            interpret(
+                channel, steps, arrays, np.copyto, np.copyto, folder(vector.arithmetic, hold=False)
+            )
         )
     assert len(needs) == sum(step[0] == 4 for step in steps)
     assert channel.phase == phases

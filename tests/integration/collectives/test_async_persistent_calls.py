@@ -71,9 +71,9 @@ def started(monkeypatch):
     calls = []
     start_it = ProgressEngine.start
 
-    def counted(self, operation, *arguments):
-        calls.append(operation.label)
-        start_it(self, operation, *arguments)
+    def counted(self, request, *arguments):
+        calls.append(request.label)
+        start_it(self, request, *arguments)
 
     monkeypatch.setattr(ProgressEngine, "start", counted)
     return calls
@@ -81,7 +81,7 @@ def started(monkeypatch):
 
 def test_no_engine_where_the_others_come_soon(started, monkeypatch):
     # Else the engine takes over what stands still for a tenth of a second, as on a busy machine.
-    monkeypatch.setattr(progress, "_CACHED_OWN_S", 1_000.0)
+    monkeypatch.setattr(progress, "_PERSISTENT_OWN_S", 1_000.0)
     met = threading.Barrier(2)
 
     def fn():

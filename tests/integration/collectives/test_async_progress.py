@@ -24,8 +24,8 @@ def test_a_long_call_ends_while_its_callers_sleep(turn, monkeypatch):
         work = sv.all_reduce(x, async_op=True)
         x[...] = -1  # it has been taken
         until = time.monotonic() + 40
-        while time.monotonic() < until and not work._operation.is_over:
+        while time.monotonic() < until and not work._request.is_over:
             time.sleep(0.005)
-        return work._operation.is_over, set(work.wait().tolist())
+        return work._request.is_over, set(work.wait().tolist())
 
     assert everywhere(2, fn, shared=True, config=CONFIG) == [(True, {1.0 + 2 * turn})] * 2

@@ -508,12 +508,12 @@ def test_a_call_that_ends_while_a_callback_is_added():
 
     class EndsFirst(list):
         def append(self, listener):
-            operation.complete("result")  # finds no listener
+            request.complete("result")  # finds no listener
             super().append(listener)
 
     work = sv.recv(0, tag=77, async_op=True)
-    operation, seen = work._operation, []
-    operation._listeners = EndsFirst()
+    request, seen = work._request, []
+    request._listeners = EndsFirst()
     work.add_done_callback(lambda work: seen.append(work.wait()))
     assert seen == ["result"]
     sv.send(1.0, 0, tag=77)  # for the receive, which still expects it

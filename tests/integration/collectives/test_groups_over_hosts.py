@@ -41,7 +41,7 @@ def test_the_collectives_take_the_way_over_hosts():
         return plans
 
     for seen in ranks(4, 2, fn):
-        assert seen == ["PreparedStages"] * 5 + ["LinkSchedule"]
+        assert seen == ["CompiledStages"] * 5 + ["LinkSchedule"]
 
 
 @pytest.mark.parametrize(("size", "hosts"), SIZES)
@@ -211,12 +211,12 @@ def test_awaiting_names_ranks_of_other_hosts_and_of_this_one():
         if sv.rank() == 3:
             assert was_missed.wait(50)  # in no call
         work = sv.all_reduce(np.ones(3), async_op=True)
-        operation = work._operation
-        assert operation.is_shared
-        assert operation.links is not None
+        request = work._request
+        assert request.is_shared
+        assert request.links is not None
         until = time.monotonic() + 40
         while time.monotonic() < until and not work.done():
-            seen.setdefault(sv.rank(), set()).add(operation.awaiting)
+            seen.setdefault(sv.rank(), set()).add(request.awaiting)
             if (3,) in seen.get(2, ()) and any(set(one) & {2, 3} for one in seen.get(0, ())):
                 was_missed.set()
             time.sleep(0.01)

@@ -7,7 +7,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.collectives.dispatch import uncacheable
+from syncvar.collectives.dispatch import never_persistent
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime import block_transfer
 from syncvar.testing import run_ranks
@@ -218,10 +218,10 @@ def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(
                             assert one.base is None or one.base.base is None
         ways = [
             made
-            for key, made in current().world.prepared_calls.items()
+            for key, made in current().world.persistent_calls.items()
             if len(key) == 4 and key[2] is None
         ]  # of lists and dicts
-        return bool(ways) and uncacheable not in ways, bool(held)
+        return bool(ways) and never_persistent not in ways, bool(held)
 
     is_prepared = layout in ("kernel", "shm", "python", "full")
     made = everywhere(size, fn, timeout_s=60, **{"config": CONFIG, **LAYOUTS[layout]})

@@ -186,7 +186,7 @@ def missing_rank(call, *, prepares):
     gone = threading.Event()
 
     def fn():
-        current().world.prepares = prepares
+        current().world.keeps_persistent = prepares
         made = call()
         for _ in range(3):
             made(50.0)

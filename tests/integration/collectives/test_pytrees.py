@@ -150,7 +150,7 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
                     sv.all_reduce(kind(x), "mean", out=out)
         return [
             type(one).__name__
-            for key, one in communicator_of(None).prepared_calls.items()
+            for key, one in communicator_of(None).persistent_calls.items()
             if len(key) == 4 and key[2] is None
         ]
 
@@ -240,7 +240,7 @@ def test_numbers_of_several_kinds_are_reduced_in_c():
     def fn():
         for turn in range(3):
             made = sv.all_reduce({"loss": 1.5, "n": 3, "ok": [np.ones(2, np.float16), turn]})
-        prepared = communicator_of(None).prepared_calls.values()
+        prepared = communicator_of(None).persistent_calls.values()
         return (
             [type(one).__name__ for one in prepared],
             float(made["loss"]),

@@ -114,14 +114,14 @@ def test_a_started_call_equals_numpy_and_has_taken_its_input(name, size, runner)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_started_calls_of_every_kind_take_the_persistent_path(monkeypatch, runner):
     begun, in_c = [], runner == "c"
-    begin = PersistentCall.begin
+    begin = PersistentCall.start
 
     def counted(self, *arguments):
         work = begin(self, *arguments)
         begun.append(work is not None)
         return work
 
-    monkeypatch.setattr(PersistentCall, "begin", counted)
+    monkeypatch.setattr(PersistentCall, "start", counted)
 
     def fn():
         made = {}
@@ -247,7 +247,7 @@ def test_a_rank_without_result_brings_its_input_after_a_call_that_the_engine_has
             sv.reduce(np.ones(3), root=0)
         if rank:
             work = sv.reduce(np.ones(3), root=0, async_op=True)
-            current().engine.adopt()
+            current().engine.continue_async_calls()
         met.wait(60.0)
         made = work.wait() if rank else sv.reduce(np.ones(3), root=0)
         works = [sv.reduce(np.full(3, 1.0 + rank + turn), async_op=True) for turn in range(4)]

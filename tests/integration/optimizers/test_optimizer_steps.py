@@ -20,8 +20,8 @@ def trained(count, timeout, weighted):
         optimizer.apply_gradients(pairs, weight=1.0 + sv.rank() if weighted else None)
     for _ in range(6):
         strategy.run(step)
-    prepared_calls = [key for key in strategy.communicator.prepared_calls if key[0] == "apply_gradients"]
-    return w.numpy().tobytes() + b.numpy().tobytes(), prepared_calls
+    persistent_calls = [key for key in strategy.communicator.persistent_calls if key[0] == "apply_gradients"]
+    return w.numpy().tobytes() + b.numpy().tobytes(), persistent_calls
 
 for count in (5, 5000, 300_000):
     for weighted in (False, True):

@@ -499,10 +499,10 @@ def test_what_follows_in_a_call_waits_for_slow_readers(monkeypatch):
     """A structure of several dtypes is reduced dtype by dtype: what is put for the second must not cover up what some still read of the first."""
     copier = program_runner.copier
 
-    def slow():
+    def slow(*, hold=False):
         if sv.rank() == 1:
             time.sleep(0.002)
-        return copier()
+        return copier(hold=hold)
 
     monkeypatch.setattr(program_runner, "copier", slow)
     monkeypatch.setattr(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar._native.constants import PEER_ENDED, UNREAD
+from syncvar._native.constants import Need
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime import block_transfer, program_runner
@@ -172,8 +172,8 @@ def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
 def test_a_rank_that_is_gone_when_a_failed_reading_is_looked_into_ends_as_one_that_was_gone_before():
     """The C runner has failed to read, for another reason; before Python finds out why, the process ends."""
     channel = SimpleNamespace(reach=SimpleNamespace(read=lambda *_, **__: False))
-    found = program_runner.reading(channel, iter([-7, UNREAD]), iter([(1, ADDRESS | 8)]))
-    assert [next(found), next(found)] == [-7, PEER_ENDED]
+    found = program_runner.reading(channel, iter([-7, Need.UNREAD]), iter([(1, ADDRESS | 8)]))
+    assert [next(found), next(found)] == [-7, Need.PEER_ENDED]
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.variables.variable_state import uncached_look
+from syncvar.variables.variable_state import plain_look
 from tests.support.harness import caught, everywhere
 
 ON_WRITE, ON_READ, NONE = (
@@ -46,7 +46,7 @@ def test_it_is_there_where_reading_never_sends_anything(ranks):
         }
         return {name: type(v._state.look).__name__ for name, v in kinds.items()}, made(
             synchronization=ON_READ
-        )._state.look is uncached_look
+        )._state.look is plain_look
 
     runner = "LocalLook" if ranks.runner == "python" else "Look"
     assert ranks(fn) == [(dict.fromkeys(("on_write", "auto", "none"), runner), True)] * 2
@@ -157,9 +157,9 @@ def test_what_waits_is_sent_by_a_read(ranks):
         v = made(synchronization="AUTO")
         v.pin("deferred")
         v.assign_add(np.ones(2))
-        waits = v._state.look is uncached_look
+        waits = v._state.look is plain_look
         value = v.read_value().tolist()
         v.pin("eager")
-        return waits, value, v._state.look is uncached_look, v.numpy().tolist()
+        return waits, value, v._state.look is plain_look, v.numpy().tolist()
 
     assert ranks(fn) == [(True, [3.0, 4.0], False, [3.0, 4.0])] * 2

@@ -56,9 +56,12 @@ def prepared(strategy=None, *, shape=(3,), dtype=float, sync=ON_WRITE, aggregati
 
 def test_the_runner_is_the_one_that_is_asked_for(ranks):
     def fn():
-        return [type(prepared(shape=shape)._prepared[ADD]).__name__ for shape in ((3,), (40_000,))]
+        return [
+            type(prepared(shape=shape)._persistent_writes[ADD]).__name__
+            for shape in ((3,), (40_000,))
+        ]
 
-    assert ranks(fn) == [["CachedWrite" if ranks.runner == "python" else "Write"] * 2] * 2
+    assert ranks(fn) == [["PersistentWrite" if ranks.runner == "python" else "Write"] * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -87,8 +90,8 @@ def test_it_gives_the_bytes_of_the_plain_write(ranks, dtype, aggregation):
                 def step(fast=fast, plain=plain, shape=shape, strategy=strategy):
                     held = []
                     for turn in range(8):
-                        plain._prepared.update(
-                            dict.fromkeys(plain._prepared, lambda *_, **__: FALLBACK)
+                        plain._persistent_writes.update(
+                            dict.fromkeys(plain._persistent_writes, lambda *_, **__: FALLBACK)
                         )
                         x = np.asarray(draw.standard_normal(shape) * 9).astype(dtype)
                         for v in (fast, plain):
@@ -113,7 +116,7 @@ def test_what_is_not_as_it_was_is_left_to_the_plain_write(ranks):
         strategy = sv.MirroredStrategy()
         other = sv.MirroredStrategy()
         v, w = prepared(), prepared(strategy)
-        write, inside = v._prepared[ADD], w._prepared[ADD]
+        write, inside = v._persistent_writes[ADD], w._persistent_writes[ADD]
         found = {"as it was": (write(ONES), strategy.run(lambda: inside(ONES)))}
         found["in plain code"] = inside(ONES)
         with strategy.scope():
@@ -197,10 +200,10 @@ def test_auto_is_told_at_every_64th_increment_in_plain_code(ranks):
         sv.get_strategy().check_every = 0
         v = prepared(sync=AUTO)
         v.pin("eager")
-        write = v._prepared[ADD]
+        write = v._persistent_writes[ADD]
         if write(ONES) == FALLBACK:  # to be pinned is to be prepared anew
             v.assign_add(ONES)
-            write = v._prepared[ADD]
+            write = v._persistent_writes[ADD]
         return [count for count in range(1, 200) if write(ONES) == SAMPLE], v._state.tally.added
 
     (found, added), other = ranks(fn)
@@ -214,11 +217,11 @@ def test_nothing_is_prepared_for_a_write_that_waits(ranks):
         v.pin("deferred")
         for _ in range(5):
             v.assign_add(ONES)
-        waits = v.explain().numbers["pending"], v._prepared[ADD](ONES)
+        waits = v.explain().numbers["pending"], v._persistent_writes[ADD](ONES)
         v.pin("eager")
         for _ in range(5):
             v.assign_add(ONES)
-        return waits, v.numpy().tolist(), v._prepared[ADD](np.zeros(3))
+        return waits, v.numpy().tolist(), v._persistent_writes[ADD](np.zeros(3))
 
     assert ranks(fn) == [((5, FALLBACK), [20.0] * 3, STORED)] * 2
 
@@ -250,7 +253,7 @@ def test_errors_are_those_of_the_plain_write(ranks):
 def test_after_the_job_it_is_refused(ranks):
     def fn():
         v = prepared()
-        write = v._prepared[ADD]
+        write = v._persistent_writes[ADD]
         sv.barrier()
         sv.shutdown()
         return write(ONES), type(caught(lambda: v.assign_add(ONES))), v.local_value().tolist()
@@ -518,9 +521,9 @@ def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(
         )[1]
         for turn in range(10):
             if unusual == "the others' calls":
-                communicator.prepares = (turn + sv.rank()) % 2 == 0
-                if not communicator.prepares:
-                    communicator.prepared_calls.clear()
+                communicator.keeps_persistent = (turn + sv.rank()) % 2 == 0
+                if not communicator.keeps_persistent:
+                    communicator.persistent_calls.clear()
             v.assign_add(ONES)
         often = len(performed)
         found = []

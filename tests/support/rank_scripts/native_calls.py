@@ -84,7 +84,7 @@ def main():
                 native,
                 sum(
                     type(one).__name__ == "NativeCall"
-                    for one in current().world.prepared_calls.values()
+                    for one in current().world.persistent_calls.values()
                 ),
             )
         digest.update(np.ascontiguousarray(result).tobytes())

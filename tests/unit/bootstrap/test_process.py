@@ -71,22 +71,23 @@ class Pair:
             engine.stop()
 
 
-def barrier_operation(engine, call):
+def barrier_request(engine, call):
     from syncvar.algorithms.builders import build
     from syncvar.algorithms.compile_schedule import compile_for_links
     from syncvar.algorithms.schedule import ScheduleArgs
 
-    def body():
-        yield Stage(
-            compile_for_links(
-                build("barrier", "dissemination", ScheduleArgs(engine.rank, 2)), (0, 1)
-            ),
-            np.empty(0, np.uint8),
-        )
-        return call
+    class NumberedBarrier(CheckedCall):
+        def stages(self):
+            yield Stage(
+                compile_for_links(
+                    build("barrier", "dissemination", ScheduleArgs(engine.rank, 2)), (0, 1)
+                ),
+                np.empty(0, np.uint8),
+            )
+            return call
 
-    return Communicator(0, (0, 1), engine.recorder, engine).operation(
-        call, CheckedCall(CollectiveSpec(f"barrier {call}"), body())
+    return Communicator(0, (0, 1), engine.recorder, engine).request_of(
+        call, NumberedBarrier(CollectiveSpec(f"barrier {call}"))
     )
 
 
@@ -94,13 +95,13 @@ def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept
     with Pair() as (zero, one):
         zero.book.announce(0, 0)
         one.book.announce(0, 0)
-        theirs = barrier_operation(one, 0)
+        theirs = barrier_request(one, 0)
         one.start(
             theirs, None
         )  # its frame is on the way to rank 0, which has numbered call 0 but not started it
         for _ in range(3):
             zero.poll()
-        mine = barrier_operation(zero, 0)
+        mine = barrier_request(zero, 0)
         zero.start(mine, None)
         assert zero.wait(mine) == 0
         assert one.wait(theirs) == 0
@@ -108,12 +109,12 @@ def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept
 
 def test_frames_of_calls_that_were_passed_over_are_dropped_and_their_credit_is_given_back():
     with Pair() as (zero, one):
-        one.start(barrier_operation(one, 0), None)
+        one.start(barrier_request(one, 0), None)
         zero.poll()
         zero.book.announce(0, 5)
         zero.poll()
         assert not zero.book.early
-        later = [barrier_operation(zero, 5), barrier_operation(one, 5)]
+        later = [barrier_request(zero, 5), barrier_request(one, 5)]
         zero.start(later[0], None)
         one.start(later[1], None)
         assert zero.wait(later[0]) == 5

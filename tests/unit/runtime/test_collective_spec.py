@@ -35,12 +35,12 @@ NOT_COMPARED = {
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_ranks_that_differ_in_a_field_have_different_digests(name):
-    assert BASE._replace(**{name: COMPARED[name]}).digest != BASE.digest
+    assert BASE._replace(**{name: COMPARED[name]}).fingerprint != BASE.fingerprint
 
 
 @pytest.mark.parametrize("name", NOT_COMPARED)
 def test_fields_of_one_rank_are_not_compared(name):
-    assert BASE._replace(**{name: NOT_COMPARED[name]}).digest == BASE.digest
+    assert BASE._replace(**{name: NOT_COMPARED[name]}).fingerprint == BASE.fingerprint
 
 
 def test_every_field_is_compared_or_not():
@@ -50,18 +50,18 @@ def test_every_field_is_compared_or_not():
 @pytest.mark.parametrize("name", ["dtype", "shape"])
 def test_calls_whose_arrays_may_differ_do_not_compare_them(name):
     ragged = BASE._replace(is_uniform=False)
-    assert ragged._replace(**{name: COMPARED[name]}).digest == ragged.digest
-    assert ragged._replace(op="max").digest != ragged.digest
+    assert ragged._replace(**{name: COMPARED[name]}).fingerprint == ragged.fingerprint
+    assert ragged._replace(op="max").fingerprint != ragged.fingerprint
 
 
 def test_a_call_may_compare_something_else_than_its_fields():
     sends = CollectiveSpec("send", dtype="int8", shape=(2,), peer=1, compared="message")
     receives = CollectiveSpec("recv", peer=0, compared="message")
-    assert sends.digest == receives.digest == fingerprint("message")
+    assert sends.fingerprint == receives.fingerprint == fingerprint("message")
 
 
 def test_a_thousand_steps_have_different_digests_of_64_bits():
-    digests = {BASE._replace(step=step).digest for step in range(1000)}
+    digests = {BASE._replace(step=step).fingerprint for step in range(1000)}
     assert len(digests) == 1000
     assert all(0 <= digest < 1 << 64 for digest in digests)
 
@@ -69,7 +69,7 @@ def test_a_thousand_steps_have_different_digests_of_64_bits():
 def test_only_readers_of_the_label_build_it():
     built = []
     spec = BASE._replace(text=lambda spec: built.append(spec) or f"{spec.collective}({spec.op})")
-    entry = PendingRecord(CallInfo(spec, fingerprint=spec.digest), 0, 1)
+    entry = PendingRecord(CallInfo(spec, fingerprint=spec.fingerprint), 0, 1)
     assert not built
     assert event_of(entry).label == f"{spec}" == "all_reduce(sum)"
 
