@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 collect_ignore_glob = [
     "*/conftest.py",  # two modules of one name cannot both be searched for doctests, and have none
     "*/rank_scripts/*",  # programs of ranks
+    "*/mpi4py_programs/*",
 ]
 
 MARK = "SYNCVAR_TEST_MARK"

@@ -1,1 +1,1 @@
-"""Interfaces of other libraries over syncvar: programs written for them run with another import."""
+"""Interfaces of other libraries over syncvar: programs written for them run with one change."""

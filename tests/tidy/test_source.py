@@ -48,7 +48,9 @@ UNSAFE_DOTTED = {
 
 # A notebook's function travels to a child that the notebook started itself, over an inherited descriptor. With pickle=True
 # so do arguments, and results come back through a private folder, which only this user's own workers write.
+# A program of mpi4py may ask for pickle on its command line or by MPI.pickle; nothing else in the layer unpickles.
 ALLOWED = {
+    ("syncvar/compat/mpi4py/mpi_objects.py", "pickle"),
     ("syncvar/runner/by_value.py", "cloudpickle"),
     ("syncvar/bootstrap/worker_main.py", "compile"),
     (
