@@ -1,0 +1,5 @@
+"""DataParallel."""
+
+
+class DataParallel:
+    """To do."""
