@@ -7,7 +7,7 @@ the program stays as it is: `torch.distributed.init_process_group("syncvar")`.
 from __future__ import annotations
 
 try:
-    import torch.distributed
+    import torch.distributed  # noqa: F401  (a clear error without it)
 except ImportError as error:
     raise ImportError(
         "syncvar.torch needs PyTorch with torch.distributed: pip install 'syncvar[torch]'"

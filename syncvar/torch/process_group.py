@@ -18,20 +18,21 @@ from syncvar.collectives.scatter import all_to_all, scatter
 from syncvar.collectives.send_recv import recv, send
 from syncvar.core.errors import ConfigError, DeadlineExceeded
 from syncvar.runtime.work import Work
-from syncvar.torch.tensor_memory import PinnedMemory, TensorBuffer, is_plain
+from syncvar.torch.dynamo_skips import skip_methods
+from syncvar.torch.tensor_memory import PinnedMemory, TensorBuffer
 from syncvar.torch.torch_deliveries import DeliverBuffers, DeliverParts, DeliverSparse
 from syncvar.torch.torch_reductions import torch_reduction
 from syncvar.torch.torch_rendezvous import TorchJob, install_handler, make_group
-from syncvar.torch.torch_work import CallWork
+from syncvar.torch.torch_work import CallFuture, CallWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from datetime import timedelta
 
     from syncvar.collectives.groups import Group
     from syncvar.torch.tensor_memory import DeviceMemory
     from syncvar.torch.torch_reductions import TorchReduction
-    from syncvar.torch.torch_work import Delivery
+    from syncvar.torch.torch_work import ResultDelivery
 
 NAME = "syncvar"
 _DEVICES = ("cpu", "cuda", "xpu")
@@ -40,6 +41,7 @@ _DEVICES = ("cpu", "cuda", "xpu")
 def register() -> None:
     """Register the backend and its way to meet under launchers; idempotent."""
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001  (no public look-up)
+        skip_methods(SyncvarProcessGroup, CallWork, CallFuture)
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(_DEVICES))
     install_handler()
 
@@ -68,6 +70,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         super().__init__(options.group_rank, options.group_size)
         self._store = options.store
+        self._name, self._description = options.group_id, ""
         self.group = group
         self._job = job
         self._timeout_s = _default_timeout(options.timeout)
@@ -87,6 +90,30 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _get_backend_name(self) -> str:
         return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        """Name by which torch finds the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says of the group."""
+        return self._description
+
+    def getGroupName(self) -> str:  # noqa: N802  (torch's name)
+        """Return the name by which torch finds the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return what torch says of the group."""
+        return self._description
 
     def get_group_store(self) -> Any:
         """Return the store of the group."""
@@ -141,7 +168,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return [TensorBuffer(tensor, self._memory, reads=reads) for tensor in tensors]
 
     def _work(
-        self, results: Sequence[Any], tensors: list[Any], delivery: Delivery | None = None
+        self, results: Sequence[Any], tensors: list[Any], delivery: ResultDelivery | None = None
     ) -> CallWork:
         """Return the work of calls; what calls have returned that have ended is delivered now."""
         calls = [one for one in results if isinstance(one, Work)]
@@ -409,7 +436,9 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return self._work([barrier(**self._options(opts))], [])
 
     def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False  # noqa: FBT001, FBT002
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         """Wait until all ranks have come; RuntimeError names those that have not in time."""
         del wait_all_ranks  # the error always names all of them

@@ -16,12 +16,13 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_KNOWN = frozenset(
-    (
-        *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
-        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+_TYPE_TEXTS = {
+    getattr(torch, name): np.dtype(name).str
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
     )
-)
+}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -46,7 +47,7 @@ class PinnedMemory:
 
     def is_host(self, tensor: Any) -> bool:
         """Return whether the elements of a tensor are in host memory."""
-        return bool(tensor.device.type == "cpu")
+        return bool(tensor.is_cpu)
 
     def allocate(self, tensor: Any) -> Any:
         """Return an uninitialized contiguous tensor in pinned memory."""
@@ -109,21 +110,39 @@ def is_plain(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
+class _MemoryOfTensor:
+    """The memory of a tensor for NumPy, which keeps the tensor alive.
+
+    `Tensor.numpy` would forbid to resize the storage for good, and FSDP does that.
+    """
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Any, count: int, type_text: str) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (count,),
+            "typestr": type_text,
+            "version": 3,
+        }
+
+
 def flat_array(tensor: Any) -> NDArray[Any]:
     """Return a flat array on the memory of a plain host tensor.
 
     A dtype that NumPy does not know becomes bytes, which can be moved and not combined.
     """
-    flat = tensor.detach().view(-1)
     dtype = tensor.dtype
-    if dtype in _KNOWN:
-        return flat.numpy()  # type: ignore[no-any-return]
+    type_text = _TYPE_TEXTS.get(dtype)
+    if type_text is not None:
+        return np.asarray(_MemoryOfTensor(tensor, tensor.numel(), type_text))
     if dtype is torch.bfloat16:
-        return flat.view(torch.int16).numpy().view(_BFLOAT16)  # type: ignore[no-any-return]
-    return flat.view(torch.uint8).numpy()  # type: ignore[no-any-return]
+        return np.asarray(_MemoryOfTensor(tensor, tensor.numel(), "<u2")).view(_BFLOAT16)
+    return np.asarray(_MemoryOfTensor(tensor, tensor.nbytes, "|u1"))
 
 
 @lru_cache(maxsize=64)
 def can_combine(dtype: Any) -> bool:
     """Return whether tensors of a dtype can be reduced."""
-    return dtype in _KNOWN or dtype is torch.bfloat16
+    return dtype in _TYPE_TEXTS or dtype is torch.bfloat16

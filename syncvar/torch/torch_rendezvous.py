@@ -10,10 +10,8 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
 import tempfile
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -33,6 +31,7 @@ from syncvar.runtime.collective_spec import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import timedelta
 
 _SOURCE = "the store of init_process_group"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -196,10 +195,8 @@ class _EnvHandler:
 
     def __call__(self, url: str, timeout: timedelta, **options: Any) -> Iterator[Any]:
         query = url.partition("?")[2]
-        given = {pair.partition("=")[0] for pair in query.split("&")}
-        has_all = all(
-            name in os.environ or name.lower() in given for name in _VARIABLES
-        )
+        named = {pair.partition("=")[0] for pair in query.split("&")}
+        has_all = all(name in os.environ or name.lower() in named for name in _VARIABLES)
         if has_all or not _has_launcher():
             yield from self._original(url, timeout=timeout, **options)
         else:
@@ -229,11 +226,17 @@ def _store_of_world(timeout: timedelta) -> Any:
     store = None
     if context.rank == 0:
         store = dist.TCPStore(
-            socket.gethostname(), 0, context.world_size, is_master=True, timeout=timeout,
+            socket.gethostname(),
+            0,
+            context.world_size,
+            is_master=True,
+            timeout=timeout,
             wait_for_workers=False,
         )
     port = broadcast_object(None if store is None else store.port)
-    host = broadcast_object(context.environment.host_address or socket.gethostname())
+    here = process.environment_here()
+    address = "" if here is None else here.host_address
+    host = broadcast_object(address or socket.gethostname())
     if store is not None:
         return store
     return dist.TCPStore(host, port, context.world_size, is_master=False, timeout=timeout)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NO_TURN = contextlib.nullcontext()
 
 
-class Delivery(Protocol):
+class ResultDelivery(Protocol):
     """What remains to be done with the results of calls, to make them those of torch's call."""
 
     def deliver(self, results: list[Any]) -> None:
@@ -64,7 +64,7 @@ class CallWork(dist.Work):  # type: ignore[misc]
         self,
         calls: Sequence[Work],
         tensors: list[Any],
-        delivery: Delivery | None,
+        delivery: ResultDelivery | None,
         turn: AbstractContextManager[Any],
     ) -> None:
         super().__init__()
@@ -102,16 +102,20 @@ class CallWork(dist.Work):  # type: ignore[misc]
         with _NO_TURN if all(call.done() for call in self._calls) else self._turn:
             results, error = self._results(seconds)
         with self._lock:
-            if self._is_over:
-                return
-            try:
-                if error is None and self._delivery is not None:
-                    self._delivery.deliver(results)
-            except Exception as failed:  # noqa: BLE001  (the waiter raises it)
-                error = failed
-            self._error = error
-            self._is_over = True
-            self._calls, self._delivery = (), None
+            self._deliver(results, error)
+
+    def _deliver(self, results: list[Any], error: BaseException | None) -> None:
+        """Deliver the results, unless another thread has done so; the caller holds the lock."""
+        if self._is_over:
+            return
+        try:
+            if error is None and self._delivery is not None:
+                self._delivery.deliver(results)
+        except Exception as failed:  # noqa: BLE001  (the waiter raises it)
+            error = failed
+        self._error = error
+        self._is_over = True
+        self._calls, self._delivery = (), None
 
     def _results(self, seconds: float | None) -> tuple[list[Any], BaseException | None]:
         results, first = [], None

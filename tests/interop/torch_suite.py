@@ -43,7 +43,7 @@ def names_of(suite):
 
 
 def take_for_gloo(backend):
-    """Let torch make groups of `backend` where it is asked for gloo, and call them gloo."""
+    """Let torch make groups of `backend` where it is asked for gloo, and take them for gloo."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -64,7 +64,8 @@ def take_for_gloo(backend):
 
     for module in (dist, distributed_c10d):
         module.init_process_group, module.new_group = init_process_group, new_group
-        module.get_backend = get_backend
+    # The tests see the true name: they expect events of torch's own backends in its profiler.
+    distributed_c10d.get_backend = get_backend
 
 
 def serve(rank, size, backend, pipe):
@@ -153,7 +154,7 @@ class Ranks:
                 pipe.send((name, folder))
             outcomes = self.outcomes(deadline_s)
             kinds = {kind for kind, _ in outcomes}
-            if kinds == {"pass"} or kinds == {"skip"}:
+            if kinds in ({"pass"}, {"skip"}):
                 return outcomes[0]
             self.stop()
         for kind in ("fail", "hang"):
@@ -212,7 +213,9 @@ def table(results):
     """Return the lines of the table of results {(backend, size): outcomes}."""
     yield "| backend | ranks | pass | fail | hang | skip |"
     yield "|---|---|---|---|---|---|"
-    for (backend, size), outcomes in sorted(results.items(), key=lambda one: (one[0][1], one[0][0])):
+    for (backend, size), outcomes in sorted(
+        results.items(), key=lambda one: (one[0][1], one[0][0])
+    ):
         kinds = [kind for kind, _ in outcomes.values()]
         counts = " | ".join(str(kinds.count(kind)) for kind in ("pass", "fail", "hang", "skip"))
         yield f"| {backend} | {size} | {counts} |"
