@@ -45,7 +45,15 @@ if TYPE_CHECKING:
     from syncvar.collectives.persistent import PersistentCollective, persistent
     from syncvar.collectives.reduce import exscan, reduce, reduce_scatter, scan
     from syncvar.collectives.scatter import all_to_all, scatter
-    from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
+    from syncvar.collectives.send_recv import (
+        probe,
+        recv,
+        recv_any,
+        recv_object,
+        send,
+        send_object,
+        sendrecv,
+    )
     from syncvar.collectives.sharded_sums import all_reduce_shards, tree_sum
     from syncvar.collectives.shm_arrays import empty, shared_array, zeros
     from syncvar.core.errors import (
@@ -76,8 +84,10 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.server_variables import ShardedVariable
     from syncvar.parameter_server.strategy import ParameterServerStrategy
     from syncvar.parameter_server.task_coordinator import ClusterCoordinator, RemoteValue
+    from syncvar.protocol.object_codec import register_object
     from syncvar.runner import engines
     from syncvar.runner.local import run
+    from syncvar.runtime.p2p_matching import AnyMessage, MessageInfo
     from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.contexts import (
@@ -126,7 +136,11 @@ _HOMES = {
     "syncvar.collectives.object_collectives": (
         "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
     ),
-    "syncvar.collectives.send_recv": ("recv", "recv_object", "send", "send_object", "sendrecv"),
+    "syncvar.collectives.send_recv": (
+        "probe", "recv", "recv_any", "recv_object", "send", "send_object", "sendrecv",
+    ),
+    "syncvar.runtime.p2p_matching": ("AnyMessage", "MessageInfo"),
+    "syncvar.protocol.object_codec": ("register_object",),
     "syncvar.collectives.reduce": ("exscan", "reduce", "reduce_scatter", "scan"),
     "syncvar.collectives.shm_arrays": ("empty", "shared_array", "zeros"),
     "syncvar.runtime.work": ("Work", "wait_all", "wait_any"),
@@ -175,12 +189,12 @@ _MODULES = {
 _found = attributes_of(__name__, {name: home for home, names in _HOMES.items() for name in names})
 
 __all__ = [
-    "CentralStorageStrategy", "Checkpoint", "CheckpointError", "CheckpointManager",
+    "AnyMessage", "CentralStorageStrategy", "Checkpoint", "CheckpointError", "CheckpointManager",
     "ClusterCoordinator", "ConfigError", "Corrupt", "DeadlineExceeded", "DistributedDataset",
     "DistributedIterator", "DistributedValues", "Explanation", "Group", "GroupBroken",
     "HandshakeError", "HostUnreachable", "InputContext", "InternalError", "LaunchError", "Mesh",
-    "Mirrored", "MirroredStrategy", "MismatchError", "MultiWorkerMirroredStrategy", "NoAggregation",
-    "NotFound", "ParameterServerStrategy", "PeerLost", "PendingSave", "PerReplica",
+    "MessageInfo", "Mirrored", "MirroredStrategy", "MismatchError", "MultiWorkerMirroredStrategy",
+    "NoAggregation", "NotFound", "ParameterServerStrategy", "PeerLost", "PendingSave", "PerReplica",
     "PersistentCollective", "PlanError", "RankFailed", "ReduceOp", "RemoteValue", "RendezvousError",
     "ReplicaContext", "RowOutOfRange", "ShardInfo", "ShardedVariable", "SharedMemoryFull",
     "SharedMemoryUnavailable", "Strategy", "SyncvarError", "TransportError", "Uneven", "UsageError",
@@ -191,10 +205,10 @@ __all__ = [
     "get_replica_context", "get_strategy", "has_strategy", "host_count", "host_index",
     "in_cross_replica_context", "init", "is_initialized", "load", "local_rank", "local_world_size",
     "mesh", "neighbor_all_gather", "neighbor_all_to_all", "new_group", "optimizers", "partitioners",
-    "persistent", "rank", "recv", "recv_object", "reduce", "reduce_scatter", "register_op",
-    "restart_count", "run", "save", "scan", "scatter", "scatter_object", "send", "send_object",
-    "sendrecv", "shared_array", "shutdown", "tree_sum", "uneven", "wait_all", "wait_any",
-    "world_size", "zeros",
+    "persistent", "probe", "rank", "recv", "recv_any", "recv_object", "reduce", "reduce_scatter",
+    "register_object", "register_op", "restart_count", "run", "save", "scan", "scatter",
+    "scatter_object", "send", "send_object", "sendrecv", "shared_array", "shutdown", "tree_sum",
+    "uneven", "wait_all", "wait_any", "world_size", "zeros",
 ]  # fmt: skip
 
 

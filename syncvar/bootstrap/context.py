@@ -425,7 +425,7 @@ class ProcessContext:
         for one in list(self._communicators):
             for tag, waiting in list(one.own_messages.items()):
                 missing = sum(isinstance(message, tuple) for message in list(waiting))
-                if missing:
+                if missing and tag is not None:
                     count = SentCount(one.identity, self.rank, tag, missing, "")
                     _log.warning("%s", unreceived_text(self.rank, count, missing))
 

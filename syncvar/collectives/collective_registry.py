@@ -21,7 +21,15 @@ import numpy as np
 from syncvar.algorithms.builders import SCHEDULES
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.barrier import barrier
-from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
+from syncvar.collectives.send_recv import (
+    probe,
+    recv,
+    recv_any,
+    recv_object,
+    send,
+    send_object,
+    sendrecv,
+)
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS, identity, reduction
@@ -300,10 +308,10 @@ def _ring(case: Case, x: Any, **options: Any) -> Any:
 
 register(
     Collective(
-        (send, recv, sendrecv, send_object, recv_object),
+        (send, recv, sendrecv, send_object, recv_object, recv_any, probe),
         CollectiveKind.MESSAGE,
         gives="send: an array for one rank; send_object: plain data",
-        gets="recv: the array of one rank; recv_object: its object",
+        gets="recv: the array of one rank; recv_object: its object; recv_any: either, of any rank",
         cost="one copy into shared memory and one out; over links two frames",
         wanted=lambda case: case.part(case.rank - 1),
         own_bus="1",

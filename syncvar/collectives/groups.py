@@ -110,57 +110,97 @@ class Group(MigrationHintsMixin):
         return f"Group(ranks={list(self.ranks)}, rank={self.rank})"
 
 
-def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
-    """Make a group of ranks of the world.
+def new_group(
+    ranks: Iterable[int],
+    *,
+    members_only: bool = False,
+    group: Group | None = None,
+    timeout: float | None = None,
+) -> Group:
+    """Make a group of ranks of the world, or of another group.
 
-    Collective over the world, with the same list on every rank.
+    Collective over the world, or `group`, with the same list on every rank. With `members_only`
+    only the ranks of the list call it.
 
     Args:
-        ranks: Distinct ranks of the world, in the order of the group.
+        ranks: Distinct ranks of the world, or of `group`, in the order of the new group.
+        members_only: Whether only the members make the call, as MPI_Comm_create_group. If they make
+            several groups of the same ranks, they all do so in the same order.
+        group: Group whose ranks the list names; None means the world.
         timeout: Seconds; None means the job's default.
 
     Returns:
-        The group, on every rank of the world; `is_member` says whether this rank belongs to it.
+        The group, on every rank that makes the call; `is_member` says whether this rank belongs to
+        it.
 
     Raises:
-        ConfigError: The list is empty, or a rank is outside the world or named twice.
-        MismatchError: The lists differ between ranks.
+        ConfigError: The list is empty, or a rank is outside the world or `group`, or named twice.
+            With `members_only`: or this rank is not in the list.
+        MismatchError: The lists differ between ranks. With `members_only` ranks with other lists
+            wait, until the deadline at the latest.
+
+    Cost: one exchange of small messages between the ranks that make the call.
 
     Example:
         >>> import syncvar as sv
         >>> group = sv.new_group([0])
         >>> sv.all_reduce(2.0, group=group)
         array(2.)
+        >>> sv.new_group([0], members_only=True).ranks
+        (0,)
     """
     context = current()
     context.refuse_in_block("sv.new_group")
-    world = context.world
-    members: tuple[int, ...] = ()
+    parent = communicator_of(group)
+    chosen: tuple[int, ...] = ()
     refused: ConfigError | None = None
     try:
-        members = _checked_members(ranks, world.size)
+        chosen = _checked_members(ranks, parent.size, "a world" if group is None else "a group")
+        if members_only and parent.rank not in chosen:
+            raise ConfigError(
+                f"this rank is not in {list(chosen)}: with members_only=True only the ranks of "
+                "the list call sv.new_group"
+            )
     except ConfigError as error:
+        if members_only:
+            raise  # nobody else is known to take part
         refused = error
 
     def check() -> None:
         if refused is not None:
             raise refused
 
-    identity = _identity(world, members)
-    spec = CollectiveSpec("new_group", options=members, shown=(list(members),))
-    meet(world, spec, timeout, check)
+    members = tuple(parent.members[rank] for rank in chosen)
+    meeting = _meeting_place(parent, members) if members_only else parent
+    identity = _identity(meeting, members)
+    spec = CollectiveSpec("new_group", options=chosen, shown=(list(chosen),))
+    meet(meeting, spec, timeout, check)
     return Group(context.communicator(identity, members))
 
 
-def _checked_members(ranks: Iterable[int], world_size: int) -> tuple[int, ...]:
+def _meeting_place(parent: Communicator, members: tuple[int, ...]) -> Communicator:
+    """Return the communicator in which some ranks agree on groups of themselves.
+
+    It numbers these groups, because other members of the parent do not take part.
+    """
+    found = parent.meeting_places.get(members)
+    if found is None:
+        identity = fingerprint("members only", parent.identity, members)
+        found = parent.meeting_places[members] = current().communicator(
+            identity, members, shares=False
+        )
+    return found
+
+
+def _checked_members(ranks: Iterable[int], size: int, whole: str) -> tuple[int, ...]:
     if isinstance(ranks, str | bytes) or not hasattr(ranks, "__iter__"):
         raise ConfigError(f"the ranks of a group must be a list of integers, not {ranks!r}")
     members = tuple(checked_integer("a rank of a group", rank) for rank in ranks)
     if not members:
         raise ConfigError("a group needs at least one rank")
-    outside = [rank for rank in members if not 0 <= rank < world_size]
+    outside = [rank for rank in members if not 0 <= rank < size]
     if outside:
-        raise ConfigError(f"ranks {outside} are outside a world of {world_size}")
+        raise ConfigError(f"ranks {outside} are outside {whole} of {size}")
     if len(set(members)) != len(members):
         raise ConfigError(f"a rank is named twice in {list(members)}")
     return members

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import reprlib
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, NamedTuple, Never
 
 import numpy as np
 
@@ -25,27 +25,36 @@ from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.core.pytree import is_structure
 from syncvar.protocol.fixed_records import ARRAY, BYTES
 from syncvar.protocol.object_codec import pack_object
-from syncvar.runtime.collective_spec import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.p2p_channel import (
+    EITHER,
     RECV_NAMES,
     SEND_NAMES,
-    Mailbox,
+    TAG_MAX,
     ReceiveArgs,
     RecvChannel,
     SendChannel,
     ended,
 )
+from syncvar.runtime.p2p_matching import (
+    Mailbox,
+    channel_of,
+    matcher_of,
+    probe_messages,
+    receive_any,
+    start_any_receive,
+)
 from syncvar.runtime.work import is_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import CheckedCall, Communicator
-    from syncvar.runtime.p2p_channel import P2PChannel
+    from syncvar.runtime.p2p_matching import MessageInfo, MessageMatcher
 
-_TAG_MAX = (1 << 31) - 1
-_CHANNELS_MAX = 128  # of a group; beyond that, idle ones are dropped
 _NO_MESSAGES = (
     "send and recv do not work inside `with sv.uneven():`, because no rank answers for one "
     "that has left its loop. Send before or after the block, or use a collective (scatter, "
@@ -59,6 +68,7 @@ def send(
     *,
     tag: int = 0,
     group: Group | None = None,
+    synchronous: bool = False,
     async_op: bool = False,
     timeout: float | None = None,
     **_foreign: Never,
@@ -69,17 +79,20 @@ def send(
         x: Array of any shape, or number.
         dest: Rank of the group that receives it; may be this one.
         tag: Integer from 0 to 2**31 - 1; the receiver passes the same.
+        synchronous: Whether the send ends only after the receiver has begun to receive the message,
+            as MPI_Ssend.
         group, async_op, timeout: See `syncvar.collectives`.
 
     Returns:
         None as soon as you may change `x`. The receiver may not yet have a message of up to
-        `eager_bytes`.
+        `eager_bytes`, unless the send is synchronous.
 
     Raises:
         ConfigError: An argument is wrong.
         MismatchError: Deadlock: a cycle of ranks, each of which waits for the next one to receive.
         PeerLost: The receiver has failed.
-        DeadlineExceeded: The receiver did not take a long message in time.
+        DeadlineExceeded: The receiver did not take a long or synchronous message in time.
+        UsageError: A synchronous message to this rank itself, which has started no receive.
 
     Cost: on one host a copy into shared memory and one out of it; least for a dtype and shape that
         were sent before. Of a long array up to 8 MiB go through shared memory while both ranks
@@ -95,17 +108,18 @@ def send(
     if _foreign:
         raise unexpected_keyword(send, _foreign)
     communicator = communicator_of(group)
-    if not async_op and timeout is None:
+    if not async_op and timeout is None and not synchronous:
         native = _native_endpoint(communicator, communicator.rank, dest, tag)
         if native is not None and native.send(x):
             if communicator is current().world:
                 remember(send, native, dest, tag)
             return None
     if is_foreign(x):
-        return call_with_numpy(
-            partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x
-        )
-    return _send(communicator, ARRAY, x, dest, tag, timeout, async_op=async_op)
+        options: dict[str, Any] = {"async_op": async_op, "timeout": timeout}
+        options["synchronous"] = synchronous
+        return call_with_numpy(partial(send, dest=dest, tag=tag, group=group, **options), x)
+    one = _Outgoing(communicator, ARRAY, x, synchronous)
+    return _send(one, dest, tag, timeout, async_op=async_op)
 
 
 def send_object(
@@ -114,6 +128,7 @@ def send_object(
     *,
     tag: int = 0,
     group: Group | None = None,
+    synchronous: bool = False,
     async_op: bool = False,
     timeout: float | None = None,
     **_foreign: Never,
@@ -125,6 +140,7 @@ def send_object(
         dest: Rank of the group that receives it; may be this one.
         tag: Integer from 0 to 2**31 - 1; the receiver passes the same. Arrays and objects of one
             tag arrive in the order sent.
+        synchronous: Whether the send ends only after the receiver has begun to receive the message.
         group, async_op, timeout: See `syncvar.collectives`.
 
     Returns:
@@ -134,7 +150,8 @@ def send_object(
         ConfigError: An argument is wrong, or the object cannot be sent.
         MismatchError: Deadlock: a cycle of ranks, each of which waits for the next one to receive.
         PeerLost: The receiver has failed.
-        DeadlineExceeded: The receiver did not take a long message in time.
+        DeadlineExceeded: The receiver did not take a long or synchronous message in time.
+        UsageError: A synchronous message to this rank itself, which has started no receive.
 
     Cost: that of `send`, for the packed object.
 
@@ -146,38 +163,50 @@ def send_object(
     """
     if _foreign:
         raise unexpected_keyword(send_object, _foreign)
-    return _send(communicator_of(group), BYTES, o, dest, tag, timeout, async_op=async_op)
+    one = _Outgoing(communicator_of(group), BYTES, o, synchronous)
+    return _send(one, dest, tag, timeout, async_op=async_op)
 
 
-def _send(  # noqa: PLR0917
-    communicator: Communicator,
-    kind: int,
-    value: Any,
-    dest: int,
-    tag: int,
-    timeout: float | None,
-    *,
-    async_op: bool,
-) -> Any:
-    """Send an array, or with `kind` BYTES an object."""
+class _Outgoing(NamedTuple):
+    """An array to send, or with `kind` BYTES an object."""
+
+    communicator: Communicator
+    kind: int
+    value: Any
+    is_synchronous: bool
+
+    def checked(self, channel: SendChannel, *, keeps: bool) -> CheckedCall:
+        """Return the call that sends it; `keeps` copies an array, which may change meanwhile."""
+        array = _message(self.kind, self.value)
+        array = array.copy() if keeps else array
+        return channel.checked(self.kind, array, synchronous=self.is_synchronous)
+
+    def put(self, tag: int, *, async_op: bool) -> Any:
+        """Send it to this rank itself."""
+        own = Mailbox(self.communicator.own_messages, self.communicator.member_rank)
+        array = _message(self.kind, self.value).copy()
+        if self.is_synchronous and not async_op and not own.has_receive(tag):
+            raise own.unreceived()
+        work = own.put(tag, self.kind, array, synchronous=self.is_synchronous)
+        return work if async_op else None
+
+
+def _send(one: _Outgoing, dest: Any, tag: Any, timeout: float | None, *, async_op: bool) -> Any:
+    """Send an array or an object; return None, or with `async_op` a `Work`."""
+    communicator, kind, synchronous = one.communicator, one.kind, one.is_synchronous
     if communicator.uneven is not None:
         raise UsageError(_NO_MESSAGES)
     dest, tag = _checked("dest", dest, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if dest == rank:
-        own = Mailbox(communicator.own_messages, rank, tag)
-        own.put(kind, _message(kind, value).copy())
-        return ended() if async_op else None
-    channel: SendChannel = _channel_of(communicator, rank, dest, tag)
+        return one.put(tag, async_op=async_op)
+    channel: SendChannel = channel_of(communicator, current(), rank, dest, tag)
     if timeout is None or is_seconds(timeout):
         with contextlib.suppress(ConfigError):  # the call below raises it, and informs the receiver
-            if channel.send(kind, _message(kind, value), timeout, waits=not async_op):
+            array = _message(kind, one.value)
+            if channel.send(kind, array, timeout, waits=not async_op, synchronous=synchronous):
                 return ended() if async_op else None
-
-    def check() -> CheckedCall:
-        array = _message(kind, value)
-        return channel.checked(kind, array.copy() if async_op else array)
-
+    check = partial(one.checked, channel, keeps=async_op)
     return channel.stream.perform(SEND_NAMES[kind], check, timeout, async_op=async_op)
 
 
@@ -348,6 +377,141 @@ def recv_object(
     return _receive(communicator_of(group), args, source, tag, timeout, async_op=async_op)
 
 
+def probe(  # noqa: PLR0913  (public signature)
+    source: int | None = None,
+    *,
+    tag: int | None = 0,
+    group: Group | None = None,
+    wait: bool = True,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> MessageInfo | None:
+    """Look at the next message to this rank, without receiving it.
+
+    `sv.recv(info.source, tag=info.tag)` then receives that message, unless another thread of this
+    rank has received it meanwhile.
+
+    Args:
+        source: Rank of the group that sends it; may be this one. None means any rank.
+        tag: Tag of the message. None means any tag.
+        group: Group of the ranks; None means the world.
+        wait: Whether to wait for a message if there is none.
+        timeout: Seconds to wait; None means the job's default.
+
+    Returns:
+        Source, tag, dtype, shape and bytes of the message. None if there is none yet and `wait` is
+        False.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        UsageError: This rank waits for itself, and has sent nothing.
+        PeerLost: Every rank that could send the message has left the job, or a rank has failed.
+        DeadlineExceeded: No message came in time.
+
+    Cost: no message. The sources are looked at one after another.
+    Order: messages of one source and tag are found in the order sent. Of several sources, each gets
+        its turn.
+    Source: MPI_Probe, with `wait=False` MPI_Iprobe.
+
+    Example:
+        >>> import numpy as np, syncvar as sv
+        >>> sv.probe(wait=False) is None
+        True
+        >>> sv.send(np.zeros((2, 3), np.int8), 0, tag=5)
+        >>> info = sv.probe(tag=None)
+        >>> info.source, info.tag, info.dtype, info.shape, info.nbytes
+        (0, 5, dtype('int8'), (2, 3), 6)
+        >>> sv.recv(info.source, tag=info.tag).shape
+        (2, 3)
+    """
+    if _foreign:
+        raise unexpected_keyword(probe, _foreign)
+    communicator = communicator_of(group)
+    matcher, tag = _matcher(communicator, tag)
+    sources: Sequence[int] = range(communicator.size)
+    if source is not None:
+        sources = (_checked("source", source, communicator.size),)
+    spec = _any_spec("probe", communicator, sources, tag)
+    return probe_messages(matcher, sources, tag, spec, timeout, waits=wait)
+
+
+def recv_any(  # noqa: PLR0913  (public signature)
+    *,
+    tag: int | None = 0,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> Any:
+    """Receive the next array or object that any rank sends to this one.
+
+    Args:
+        tag: Tag of the message. None means any tag.
+        out: Array of the message's shape and dtype to write to; then an object is an error.
+        group, timeout: See `syncvar.collectives`.
+        async_op: See `syncvar.collectives`. The call takes its message when one comes, and not
+            when you start it: a later `recv` may take an earlier message.
+
+    Returns:
+        An `AnyMessage`: `source`, `value`, `tag` and `is_object`.
+
+    Raises:
+        ConfigError: An argument is wrong, or the message does not fit `out`; the message is
+            consumed.
+        UsageError: The group has only this rank, which has sent itself nothing.
+        PeerLost: All other ranks have left the job, or a rank has failed.
+        DeadlineExceeded: No message came in time.
+
+    Cost: that of `recv`; before, the sources are looked at one after another.
+    Order: as in `probe`. Which source comes first depends on time. The flight record names it.
+    Source: MPI_Recv from MPI_ANY_SOURCE.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.send_object({"task": 3}, 0, tag=2)
+        >>> message = sv.recv_any(tag=None)
+        >>> message.source, message.tag, message.value
+        (0, 2, {'task': 3})
+    """
+    if _foreign:
+        raise unexpected_keyword(recv_any, _foreign)
+    if is_foreign(out):
+        options = {"tag": tag, "group": group, "async_op": async_op, "timeout": timeout}
+        return call_with_numpy(partial(_recv_any_to, **options), None, out)
+    communicator = communicator_of(group)
+    matcher, tag = _matcher(communicator, tag)
+    args = ReceiveArgs(EITHER, out)
+    spec = _any_spec("recv_any", communicator, range(communicator.size), tag)
+    receive = start_any_receive if async_op else receive_any
+    return receive(matcher, tag, args, spec, timeout)
+
+
+def _recv_any_to(_: Any, out: Any, **options: Any) -> Any:
+    return recv_any(out=out, **options)
+
+
+def _matcher(communicator: Communicator, tag: Any) -> tuple[MessageMatcher, int | None]:
+    if communicator.uneven is not None:
+        raise UsageError(_NO_MESSAGES)
+    checked = None if tag is None else _checked_tag(tag)
+    return matcher_of(communicator, current()), checked
+
+
+def _any_spec(
+    name: str, communicator: Communicator, sources: Sequence[int], tag: int | None
+) -> CollectiveSpec:
+    """Return the description of a probe, or of a receive from any source."""
+    is_any, peer = len(sources) > 1, communicator.members[sources[0]]
+    shown = (
+        "from any rank" if is_any else f"from rank {peer}",
+        "any tag" if tag is None else f"tag {tag}",
+    )
+    return CollectiveSpec(
+        name, peer=-1 if is_any else peer, tag=-1 if tag is None else tag, shown=shown
+    )
+
+
 def _receive(
     communicator: Communicator,
     args: ReceiveArgs,
@@ -363,9 +527,8 @@ def _receive(
     source, tag = _checked("source", source, communicator.size), _checked_tag(tag)
     rank = communicator.member_rank
     if source == rank:
-        own = Mailbox(communicator.own_messages, rank, tag)
-        return own.receive(args, async_op=async_op)
-    channel: RecvChannel = _channel_of(communicator, source, rank, tag)
+        return Mailbox(communicator.own_messages, rank).receive(tag, args, async_op=async_op)
+    channel: RecvChannel = channel_of(communicator, current(), source, rank, tag)
     if timeout is None or is_seconds(timeout):
         try:
             delivered = channel.receive(args, timeout, waits=not async_op)
@@ -383,43 +546,6 @@ def _receive(
 if not TYPE_CHECKING:
     send = messages_entered_natively(send, is_sending=True)
     recv = messages_entered_natively(recv, is_sending=False)
-
-
-def _channel_of(communicator: Communicator, source: int, dest: int, tag: int) -> Any:
-    """Return this rank's channel of a pair and tag: send k meets receive k.
-
-    A tag may be a step number, so channels that are not used any more are dropped.
-    """
-    channels = communicator.streams
-    found = channels.get((source, dest, tag))
-    if found is None:
-        if len(channels) >= _CHANNELS_MAX:
-            _drop_idle(channels)
-        identity = fingerprint("message", communicator.identity, source, dest, tag)
-        pair, context = (communicator.members[source], communicator.members[dest]), current()
-        stream = context.communicator(identity, pair, shares=False)
-        post, engine = context.post, stream.engine
-        assert engine is not None  # there are two ranks
-        if post is not None and not all(map(post.serves, pair)):
-            post = None  # they share no memory
-        if communicator.member_rank == source:
-            outward = None if post is None else post.outward(pair[1])
-            found = SendChannel(stream, tag, outward, context)
-            engine.sent.note(identity, pair[1], tag)
-        else:
-            inward = None if post is None else post.inward(pair[0])
-            found = RecvChannel(stream, tag, inward, context)
-        channels[source, dest, tag] = found
-    return found
-
-
-def _drop_idle(channels: dict[tuple[int, int, int], P2PChannel]) -> None:
-    for key, channel in list(channels.items()):
-        stream, engine = channel.stream, channel.stream.engine
-        if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
-            channels.pop(key, None)  # another thread may have dropped it
-            channel.retire()
-            engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
 def _native_endpoint(communicator: Communicator, source: Any, dest: Any, tag: Any) -> Any:
@@ -464,6 +590,6 @@ def _message(kind: int, value: Any) -> NDArray[Any]:
 
 
 def _checked_tag(tag: Any) -> int:
-    if isinstance(tag, bool) or not isinstance(tag, int | np.integer) or not 0 <= tag <= _TAG_MAX:
-        raise ConfigError(f"tag must be an integer from 0 to {_TAG_MAX}, not {tag!r}")
+    if isinstance(tag, bool) or not isinstance(tag, int | np.integer) or not 0 <= tag <= TAG_MAX:
+        raise ConfigError(f"tag must be an integer from 0 to {TAG_MAX}, not {tag!r}")
     return int(tag)

@@ -161,8 +161,11 @@ class Communicator(CommunicatorState):
         self.streams: dict[tuple[int, int, int], Any] = {}  # `P2PChannel` by (source, dest, tag)
         # By root: an array like the latest result of a scatter.
         self.last_parts: dict[int, NDArray[Any]] = {}
-        # By tag: messages to this rank itself, see `p2p_channel.Mailbox`.
-        self.own_messages: dict[int, Any] = {}
+        # By tag: messages to this rank itself, see `p2p_matching.Mailbox`.
+        self.own_messages: dict[int | None, Any] = {}
+        self.matcher: Any = None  # a `p2p_matching.MessageMatcher`, once it is needed
+        # By members: where they agree on groups of themselves.
+        self.meeting_places: dict[tuple[int, ...], Communicator] = {}
         self.prepares = True
         # By (name, op, dtype, shape, reproducible) or another key.
         self.prepared_calls: dict[Any, PreparedCall] = {}

@@ -9,13 +9,11 @@ A message takes one of three ways:
 * The request uses links, if there is no ring or no room in it. There a message has two stages: a
   record of fixed length with dtype and shape, then the array.
 
-A message of a rank to itself takes none of them: it waits in a `Mailbox`.
+A message of a rank to itself takes none of them: it waits in a `p2p_matching.Mailbox`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +25,7 @@ from syncvar.algorithms.compile_schedule import compile_for_links
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.core.array_arguments import deliver
 from syncvar.core.array_types import dtype_from_index
-from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,
@@ -38,7 +36,7 @@ from syncvar.protocol.fixed_records import (
 )
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.runtime.call_record import CallInfo, PendingRecord
-from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
 from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.p2p_requests import WAY, Receiving, Sending
 from syncvar.runtime.request import Request, Stage
@@ -57,14 +55,42 @@ if TYPE_CHECKING:
 _SOURCE, _DEST = 0, 1  # ranks of the pair
 _MESSAGE = "message"  # what both ends compare: the group has the pair and the tag
 _TYPES_MAX = 64  # message types cached per pair and tag
-_lock = threading.RLock()  # reentrant for signal handlers
-_TO_ITSELF = CallInfo(CollectiveSpec("a message to this rank itself"), 0)
+TO_ITSELF = CallInfo(CollectiveSpec("a message to this rank itself"), 0)
+EITHER = -1  # a receive takes an array or an object
 SEND_NAMES = {ARRAY: "send", BYTES: "send_object"}
-RECV_NAMES = {ARRAY: "recv", BYTES: "recv_object"}
+RECV_NAMES = {ARRAY: "recv", BYTES: "recv_object", EITHER: "recv_any"}
+TAG_MAX = (1 << 31) - 1
+_TAG_SPREAD = 0x9E3779B97F4A7C15  # odd, so that its inverse gives the tag of an identity
+_TAG_INVERSE = pow(_TAG_SPREAD, -1, 1 << 64)
+_IDENTITY_MASK = (1 << 64) - 1
+
+
+def pair_identity(group: int, source: int, dest: int) -> int:
+    """Return the number of a sender and a receiver of a group, for `stream_identity`."""
+    return fingerprint("message", group, source, dest)
+
+
+def stream_identity(pair: int, tag: int) -> int:
+    """Return the identity of the messages of a pair and tag, the same on both ranks."""
+    return (pair + tag * _TAG_SPREAD) & _IDENTITY_MASK
+
+
+def tag_of(identity: int, pair: int) -> int | None:
+    """Return the tag of a pair's messages; None if they are those of another pair.
+
+    Example:
+        >>> tag_of(stream_identity(12345, 678), 12345)
+        678
+    """
+    tag = (identity - pair) * _TAG_INVERSE & _IDENTITY_MASK
+    return tag if tag <= TAG_MAX else None
 
 
 class ReceiveArgs(NamedTuple):
-    """What a receive takes: with `kind` ARRAY an array, perhaps in `out`; with BYTES an object."""
+    """What a receive takes: with `kind` ARRAY an array, perhaps in `out`; with BYTES an object.
+
+    With EITHER it takes what comes.
+    """
 
     kind: int = ARRAY
     out: Any = None
@@ -86,7 +112,7 @@ class ReceiveArgs(NamedTuple):
 
     def finish(self, kind: int, message: NDArray[Any]) -> Any:
         """Return the result of a message; raise ConfigError if it is not as expected."""
-        if kind == self.kind:
+        if self.kind in (kind, EITHER) and (kind == ARRAY or self.out is None):
             return deliver(message, self.out) if kind == ARRAY else unpack_object(message.tobytes())
         if kind == BYTES:
             raise ConfigError(
@@ -248,12 +274,22 @@ class SendChannel(P2PChannel):
 
     end: SendEndpoint | None
 
-    def send(self, kind: int, array: NDArray[Any], timeout: float | None, *, waits: bool) -> bool:
+    def send(
+        self,
+        kind: int,
+        array: NDArray[Any],
+        timeout: float | None,
+        *,
+        waits: bool,
+        synchronous: bool = False,
+    ) -> bool:
         """Send a contiguous array through the ring; return False if nothing has been done.
 
-        A long one needs a caller that `waits`: the engine goes on if no receiver comes soon.
+        A long or `synchronous` one needs a caller that `waits`: the engine goes on if no receiver
+        comes soon.
         """
-        stream, end, is_long = self.stream, self.end, array.nbytes > self._eager_bytes
+        stream, end = self.stream, self.end
+        is_long = synchronous or array.nbytes > self._eager_bytes
         if end is None or (is_long and (self._engine.under_way or not waits)):
             return False
         message_type = self._type_of(kind, array)
@@ -269,7 +305,9 @@ class SendChannel(P2PChannel):
                     self._complete(message_type, call, begin)
                     return True
                 stream.next_call = call + 1
-                operation = stream.operation(call, self.checked(kind, array, message), begin)
+                operation = stream.operation(
+                    call, self._request(kind, array, message, is_long=is_long), begin
+                )
             except BaseException as error:  # the other rank may or may not have the message
                 message.abandon()
                 stream.interrupt(call, begin, error)
@@ -280,11 +318,14 @@ class SendChannel(P2PChannel):
         finally:
             stream.busy.release()
 
-    def checked(
-        self, kind: int, array: NDArray[Any], message: Sending | None = None
-    ) -> CheckedCall:
+    def checked(self, kind: int, array: NDArray[Any], *, synchronous: bool = False) -> CheckedCall:
         """Return the call that sends an array, or an object as bytes; raise ConfigError."""
-        is_long = array.nbytes > self._eager_bytes
+        is_long = synchronous or array.nbytes > self._eager_bytes
+        return self._request(kind, array, is_long=is_long)
+
+    def _request(
+        self, kind: int, array: NDArray[Any], message: Sending | None = None, *, is_long: bool
+    ) -> CheckedCall:
         record = array_record(array, int(is_long))._replace(kind=kind)
         if message is None and self.end is not None:
             type_code = array_code(kind, record.dtype, array.ndim)
@@ -304,7 +345,7 @@ class SendChannel(P2PChannel):
         assert self.end is not None
         type_code = self._type_of(ARRAY, array).type_code
         message = Sending(self.end, type_code, array, number, done, is_long=True)
-        return self.checked(ARRAY, array, message)
+        return self._request(ARRAY, array, message, is_long=True)
 
     def _spec(self, kind: int, array: NDArray[Any] | None) -> CollectiveSpec:
         assert array is not None
@@ -392,85 +433,9 @@ def ended(result: Any = None, error: SyncvarError | None = None) -> Work:
         >>> ended(5).wait()
         5
     """
-    operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
+    operation = Request(PendingRecord(TO_ITSELF, 0, 0), None)
     if error is None:
         operation.complete(result)
     else:
         operation.fail(error)
     return Work(None, operation)
-
-
-class Mailbox:
-    """Messages with one tag that this rank has sent to itself, or receives that wait for them.
-
-    No other rank takes part and nobody waits, so they need no engine, ring or link, and a send of
-    any size ends at once. A world of one rank has only these messages.
-    """
-
-    def __init__(self, queues: dict[int, deque[Any]], rank: int, tag: int) -> None:
-        self._queues = queues
-        self._rank = rank
-        self._tag = tag
-
-    def put(self, kind: int, message: NDArray[Any]) -> None:
-        """Pass a message to the oldest receive, or keep it."""
-        with _lock:
-            first = self._popped(_OwnReceive)
-            if first is None:
-                self._queues.setdefault(self._tag, deque()).append((kind, message))
-                return
-        first.accept(kind, message)
-
-    def receive(self, args: ReceiveArgs, *, async_op: bool) -> Any:
-        """Receive the oldest message, or start a receive of the next one; raise UsageError."""
-        name = RECV_NAMES[args.kind]
-        with _lock:
-            first = self._popped(tuple)
-            if first is None and async_op:
-                receive = _OwnReceive(self._refusal(name, "wait after that"), args)
-                self._queues.setdefault(self._tag, deque()).append(receive)
-                return receive
-        if first is None:
-            example = f"sv.{name}({self._rank}, tag={self._tag}, async_op=True)"
-            raise self._refusal(name, f"start the receive before: work = {example}")
-        result = args.finish(*first)
-        return ended(result) if async_op else result
-
-    def _popped(self, kind: type) -> Any:
-        """Remove and return the oldest item if it has this type; else None."""
-        queue = self._queues.get(self._tag)
-        if queue is None or not isinstance(queue[0], kind):
-            return None
-        if len(queue) == 1:
-            del self._queues[self._tag]
-        return queue.popleft()
-
-    def _refusal(self, name: str, advice: str) -> UsageError:
-        return UsageError(
-            f"{name} from rank {self._rank}, which is this one: it has sent itself nothing with "
-            f"tag {self._tag}, and nobody else would end this wait. Send first, or {advice}"
-        )
-
-
-class _OwnReceive(Work):
-    """A receive that was started before its message was sent."""
-
-    def __init__(self, refusal: UsageError, args: ReceiveArgs) -> None:
-        self._refusal = refusal
-        self._args = args
-        super().__init__(None, Request(PendingRecord(_TO_ITSELF, 0, 0), None))
-
-    def accept(self, kind: int, message: NDArray[Any]) -> None:
-        """Complete with a message."""
-        try:
-            result = self._args.finish(kind, message)
-        except SyncvarError as error:  # the receive fails, not the send
-            self._operation.fail(error)
-        else:
-            self._operation.complete(result)
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Return the message; raise UsageError, now or again later, if it has not been sent."""
-        if not self._operation.is_over:
-            raise self._refusal
-        return super().wait(timeout)

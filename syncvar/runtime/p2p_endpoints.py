@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,21 @@ if TYPE_CHECKING:
     # (kind, dtype, shape) -> buffer for a message.
     Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]
     Received = tuple[int, NDArray[Any]]  # kind, message
+
+
+class MessageForm(NamedTuple):
+    """What a message holds."""
+
+    kind: int  # ARRAY, or BYTES for an object
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+def _form_of(found: Received | RingEntry) -> MessageForm:
+    if isinstance(found, RingEntry):
+        return MessageForm(found.kind, dtype_from_index(found.dtype), found.shape)
+    kind, message = found
+    return MessageForm(kind, message.dtype, message.shape)
 
 
 class EndpointTable:
@@ -252,14 +267,33 @@ class RecvEndpoint(RingEndpoint):
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            while self._forgotten:
-                forgotten = self._forgotten.popleft()
-                self._parts.pop(forgotten, None)
-                self._pop(forgotten)
+            self._drop_forgotten()
             found = self._pop(key) or self._search(key, landing)
             return self._read(key, found, landing) if isinstance(found, RingEntry) else found
         finally:
             self.lock.release()
+
+    def find(self, accepts: Callable[[Key], bool]) -> tuple[Key, MessageForm] | None:
+        """Return the oldest message whose key a function accepts; the message stays where it is.
+
+        None: there is none, or another thread reads the ring.
+        """
+        if not self.lock.acquire(blocking=False):
+            return None
+        try:
+            self._drop_forgotten()
+            for key, found in self._unexpected.items():
+                if accepts(key) and not self._is_withdrawn(found):
+                    return key, _form_of(found)
+            return self._find_in_ring(accepts)
+        finally:
+            self.lock.release()
+
+    def has_news(self) -> bool:
+        """Return whether the sender has sent something since the ring was last read."""
+        if self._ring is not None:
+            return self._ring.news > self._seen
+        return not self._rings.has_none(self.peer) and self._rings.inbox(self.peer) is not None
 
     def forget(self, key: Key) -> None:
         """Drop a message whose receive has failed; the next holder of the lock does it."""
@@ -267,6 +301,37 @@ class RecvEndpoint(RingEndpoint):
         self._forgotten.append(key)
 
     # -- with the lock -----------------------------------------------------------------------------
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            forgotten = self._forgotten.popleft()
+            self._parts.pop(forgotten, None)
+            self._pop(forgotten)
+
+    def _is_withdrawn(self, found: Received | RingEntry) -> bool:
+        """Return whether the sender of a long message has withdrawn it."""
+        if not isinstance(found, RingEntry) or not found.number or self._ring is None:
+            return False
+        return self._ring.is_cancelled(found.number)
+
+    def _find_in_ring(self, accepts: Callable[[Key], bool]) -> tuple[Key, MessageForm] | None:
+        """Read the ring up to an accepted message, which stays in it."""
+        ring = self._ring = self._ring or self._rings.inbox(self.peer)
+        if ring is None:
+            return None
+        while True:
+            self._seen = ring.news
+            entry = ring.first()
+            if entry is None:
+                return None
+            key = entry.stream, entry.call
+            if entry.form == EntryForm.PART:
+                self._add(ring, entry)
+            elif accepts(key) and not self._is_withdrawn(entry):
+                return key, _form_of(entry)
+            else:
+                self._keep(ring, entry)
+            ring.free()
 
     def _pop(self, key: Key) -> Received | RingEntry | None:
         """Take out a message that came before its receive."""
@@ -340,7 +405,9 @@ class RecvEndpoint(RingEndpoint):
         assert ring is not None
         if ring.is_cancelled(entry.number):
             return None
-        if entry.offset:
+        if not entry.nbytes:
+            created = self._buffer_for(entry, landing)
+        elif entry.offset:
             source = ring.resident(entry.offset - 1, entry.nbytes)
             created = self._copied(entry, source, landing)
         else:

@@ -75,7 +75,7 @@ def test_killed_at_any_moment(launch, nothing_left_behind, workers, times):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_killed_very_often(launch, nothing_left_behind, workers):
     for seed in range(1000, 1000 + KILLS // 2):
         kill_in_the_middle(launch, nothing_left_behind, workers, seed)

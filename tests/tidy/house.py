@@ -10,6 +10,7 @@
 import argparse
 import ast
 import collections
+import functools
 import io
 import re
 import sys
@@ -100,7 +101,7 @@ GOALS = {
     "words in a mean docstring sentence": 18,
     "docstring sentences over 30 words": 0,
 }
-REACHED = {"lines": 79_500}  # docstrings with an example for each public name count too
+REACHED = {"lines": 80_800}  # docstrings with an example for each public name count too
 # Rooms with the interface of another library: nothing else imports them, so they count apart.
 ADAPTERS = ("compat", "torch", "jax")
 LINT = ("C901", "PLR09", "FBT")  # the rules about complexity, parameters and positional booleans
@@ -138,13 +139,25 @@ class Sources:
     def __init__(self):
         self.texts = {path: path.read_text() for path in sources()}
         self.trees = {path: ast.parse(text) for path, text in self.texts.items()}
-
-    def nodes(self, *types):
-        """Yield (path, node) for all nodes of some types."""
+        self._by_type = collections.defaultdict(list)  # type of a node -> (path, node)
         for path, tree in self.trees.items():
             for node in ast.walk(tree):
-                if isinstance(node, types):
-                    yield path, node
+                self._by_type[type(node)].append((path, node))
+
+    def nodes(self, *types):
+        """Yield (path, node) for all nodes of some types, which have no subtypes."""
+        for one in types:
+            yield from self._by_type[one]
+
+    @functools.cached_property
+    def comments(self):
+        """Tuples (path, line, text) of all comments."""
+        return [
+            (path, token.start[0], token.string)
+            for path, source in self.texts.items()
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        ]
 
 
 def location(path, node=None):
@@ -186,9 +199,20 @@ def defined_names(node):
     return []
 
 
+NAMING = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.arg,
+    ast.Name,
+    ast.Attribute,
+    ast.alias,
+)
+
+
 def banned_words_in_identifiers(found):
     where = {}
-    for path, node in found.nodes(ast.AST):
+    for path, node in found.nodes(*NAMING):
         for name in defined_names(node):
             if words_of(name) & BANNED and name not in PUBLIC_NAMES:
                 where.setdefault(name, location(path, node))
@@ -220,12 +244,11 @@ def long_lines(found):
 
 
 def comments(found, pattern):
-    result = []
-    for path, source in found.texts.items():
-        for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            if token.type == tokenize.COMMENT and re.search(pattern, token.string):
-                result.append(f"{location(path)}:{token.start[0]}")
-    return result
+    return [
+        f"{location(path)}:{line}"
+        for path, line, text in found.comments
+        if re.search(pattern, text)
+    ]
 
 
 def long_signatures(found):

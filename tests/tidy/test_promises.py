@@ -13,9 +13,13 @@ from tests.support.paths import REPOSITORY
 PROMISES = tomllib.loads((REPOSITORY / "tests" / "promises.toml").read_text())["promise"]
 KEYS = {"says", "test", "set", "constant", "amount", "cases", "ids"}
 MARKS = {
-    "default": "not slow and not tensors and not mpi and not ray and not dask and not slurm",
-    "slow": "slow and not peers",
-}  # as pyproject.toml and .ci/run have them
+    "default": (
+        "not slow and not tensors and not mpi and not ray and not dask and not slurm "
+        "and not nightly and not foreign"
+    ),
+    "slow": "slow and not peers and not nightly and not foreign",
+    "nightly": "nightly",
+}  # as pyproject.toml, .ci/run and .ci/nightly have them
 
 
 def collected(marks):
@@ -58,7 +62,7 @@ def test_a_promise_is_kept(promise, cases):
     assert of(promise["test"], cases[promise["set"]]), (
         f"{promise['test']} is not in the {promise['set']} set"
     )
-    every = of(promise["test"], [*cases["default"], *cases["slow"]])
+    every = of(promise["test"], [one for found in cases.values() for one in found])
     assert len(every) >= promise.get("cases", 1)
     for pattern in promise.get("ids", ()):
         assert any(re.search(pattern, one) for one in every), (
@@ -90,4 +94,6 @@ def test_ci_runs_every_set():
     addopts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"][
         "ini_options"
     ]["addopts"]
+    nightly = (REPOSITORY / ".ci" / "nightly").read_text()
+    assert f"-m {MARKS['nightly']}" in nightly
     assert addopts[-2:] == ["-m", MARKS["default"]]

@@ -59,6 +59,7 @@ ALLOWED = {
 
 
 @functools.cache
+@functools.cache
 def tree_of(path):
     return ast.parse(path.read_text())
 

@@ -101,7 +101,7 @@ print("calls", calls)
 
 
 @pytest.mark.parametrize("setting", ["auto", "zmq", "python"])
-@pytest.mark.parametrize("workers", [2, 3, 4, 6])
+@pytest.mark.parametrize("workers", [2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_every_mesh_gives_what_the_model_gives(launch, workers, setting):
     env = {"SYNCVAR_TRANSPORT": "zmq"} if setting == "zmq" else {}
     if setting == "python":

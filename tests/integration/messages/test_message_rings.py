@@ -10,9 +10,9 @@ import pytest
 import syncvar as sv
 from syncvar._native.constants import EntryForm
 from syncvar.bootstrap.process import current
-from syncvar.collectives.send_recv import _channel_of as channel_of
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
+from syncvar.runtime.p2p_matching import channel_of
 from syncvar.shm import message_ring
 from syncvar.shm.message_ring import RingTable, array_code
 from syncvar.testing import run_ranks
@@ -443,7 +443,7 @@ def test_a_message_is_kept_whose_receive_another_thread_begins_while_it_is_looke
             for tag in (1, 2):
                 sv.send(np.full(100, tag), 1, tag=tag)
             return
-        other = channel_of(current().world, 0, 1, 1)
+        other = channel_of(current().world, current(), 0, 1, 1)
         inward, following = other.end, other.end._following
 
         def begun_by_another_thread(stream):
@@ -464,7 +464,7 @@ def test_a_message_goes_over_a_link_while_its_own_thread_has_the_box():
     """As in a signal's handler that comes while a long message waits."""
 
     def fn():
-        line = channel_of(current().world, 0, 1, 1)
+        line = channel_of(current().world, current(), 0, 1, 1)
         for turn in range(20):
             if sv.rank() == 1:
                 assert (sv.recv(0, tag=1) == turn).all()
@@ -485,7 +485,7 @@ def test_what_has_come_of_a_failed_receive_is_dropped_by_whoever_has_the_box_nex
                 sv.send(np.full(100, tag), 1, tag=tag)
             sv.barrier()
             return None
-        lost = channel_of(current().world, 0, 1, 1)
+        lost = channel_of(current().world, current(), 0, 1, 1)
         inward, key = lost.end, (lost.stream.identity, 0)
         assert (sv.recv(0, tag=2) == 2).all()
         with inward.lock:
