@@ -15,12 +15,17 @@ from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.gather import all_gather, gather
 from syncvar.collectives.reduce import reduce, reduce_scatter
 from syncvar.collectives.scatter import all_to_all, scatter
-from syncvar.collectives.send_recv import recv, send
+from syncvar.collectives.send_recv import recv, recv_any, send
 from syncvar.core.errors import ConfigError, DeadlineExceeded
 from syncvar.runtime.work import Work
 from syncvar.torch.dynamo_skips import skip_methods
 from syncvar.torch.tensor_memory import PinnedMemory, TensorBuffer
-from syncvar.torch.torch_deliveries import DeliverBuffers, DeliverParts, DeliverSparse
+from syncvar.torch.torch_deliveries import (
+    DeliverBuffers,
+    DeliverMessage,
+    DeliverParts,
+    DeliverSparse,
+)
 from syncvar.torch.torch_reductions import torch_reduction
 from syncvar.torch.torch_rendezvous import TorchJob, install_handler, make_group
 from syncvar.torch.torch_work import CallFuture, CallWork
@@ -70,7 +75,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         super().__init__(options.group_rank, options.group_size)
         self._store = options.store
-        self._name, self._description = options.group_id, ""
+        self._name, self._description = str(options.group_id), ""
         self.group = group
         self._job = job
         self._timeout_s = _default_timeout(options.timeout)
@@ -460,6 +465,15 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         result = recv(src, tag=tag, out=buffers[0].array, **self._options(None))
         work = self._work([result], list(tensors), self._delivered(buffers))
         work.source = src
+        return work
+
+    def recv_anysource(self, tensors: list[Any], tag: int = 0) -> CallWork:
+        """Receive a tensor from any rank; the work tells from which."""
+        buffers = self._buffers(tensors, reads=False)
+        result = recv_any(tag=tag, out=buffers[0].array, **self._options(None))
+        delivery = DeliverMessage(buffers)
+        work = self._work([result], list(tensors), delivery)
+        delivery.work = work
         return work
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.torch.tensor_memory import TensorBuffer
+    from syncvar.torch.torch_work import CallWork
 
 
 class DeliverBuffers:
@@ -67,6 +68,22 @@ class DeliverParts:
         DeliverBuffers(self._buffers, self._divisor).deliver([])
 
 
+class DeliverMessage:
+    """Copies a message of any rank to its tensor, and notes the rank in the work."""
+
+    work: CallWork | None = None
+
+    def __init__(self, buffers: Sequence[TensorBuffer]) -> None:
+        self._buffers = buffers
+
+    def deliver(self, results: list[Any]) -> None:
+        """Copy the elements; the call has written to the buffer."""
+        assert self.work is not None
+        self.work.source = results[0].source
+        for buffer in self._buffers:
+            buffer.deliver()
+
+
 class DeliverSparse:
     """Makes the sum of sparse tensors from the gathered indices, values and counts."""
 
@@ -84,7 +101,9 @@ class DeliverSparse:
             width = inner.numel()
             flat = torch.empty((count, *inner), dtype=like.dtype)
             flat_array(flat)[...] = values[start * width : (start + count) * width]
-            part = torch.sparse_coo_tensor(place.view(rows, count), flat, like.shape)
+            part = torch.sparse_coo_tensor(
+                place.view(rows, count), flat, like.shape, check_invariants=False
+            )
             total = part if total is None else total.add_(part)
             start += count
         assert total is not None

@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import tempfile
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from syncvar.bootstrap.rendezvous import leave
 from syncvar.collectives.groups import Group
 from syncvar.collectives.object_collectives import broadcast_object
 from syncvar.core.errors import ConfigError
+from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.collective_spec import fingerprint
 
@@ -220,7 +223,10 @@ def _store_of_world(timeout: timedelta) -> Any:
     if context.world_size == 1:
         return dist.HashStore()
     if context.host_count == 1:
-        folder = tempfile.mkdtemp(prefix="syncvar-torch-") if context.rank == 0 else ""
+        folder = ""
+        if context.rank == 0:
+            folder = tempfile.mkdtemp(prefix="syncvar-torch-")
+            register_exit(partial(shutil.rmtree, folder, ignore_errors=True))
         path = os.path.join(broadcast_object(folder), "store")
         return dist.FileStore(path, context.world_size)
     store = None
