@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,8 +159,9 @@ class DataParallel(nn.Module):  # type: ignore[misc]
         self._is_synchronized = True
         self._is_in_backward = False
         self._started = 0  # buckets; all ranks start them in this order
+        hook = _GradientHook(self)
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._take)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Call the module."""
@@ -178,7 +180,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]
         finally:
             self._is_synchronized = before
 
-    def _take(self, parameter: Any) -> None:
+    def take(self, parameter: Any) -> None:
         """Take a gradient that is complete, and start the buckets that are full."""
         if not self._is_synchronized:
             return
@@ -201,6 +203,18 @@ class DataParallel(nn.Module):  # type: ignore[misc]
         self._started = 0
         for bucket in self._buckets:
             bucket.end()
+
+
+class _GradientHook:
+    """Hook of the parameters, which does not keep the module alive: no collector sees torch's."""
+
+    def __init__(self, owner: DataParallel) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, parameter: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.take(parameter)
 
 
 def _check(parameters: Sequence[Any]) -> None:
