@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from syncvar.torch.torch_deliveries import (
 )
 from syncvar.torch.torch_reductions import torch_reduction
 from syncvar.torch.torch_rendezvous import TorchJob, install_handler, make_group
-from syncvar.torch.torch_work import CallFuture, CallWork
+from syncvar.torch.torch_work import CallFuture, CallWork, GroupTurn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +45,7 @@ _DEVICES = ("cpu", "cuda", "xpu")
 def register() -> None:
     """Register the backend and its way to meet under launchers; idempotent."""
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001  (no public look-up)
-        skip_methods(SyncvarProcessGroup, CallWork, CallFuture)
+        skip_methods(SyncvarProcessGroup, CallWork, CallFuture, GroupTurn)
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(_DEVICES))
     install_handler()
 
@@ -80,7 +79,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._job = job
         self._timeout_s = _default_timeout(options.timeout)
         self._memory = PinnedMemory() if memory is None else memory
-        self._turn = threading.RLock()
+        self._turn = GroupTurn()
         self._coalesced: list[CallWork] | None = None
 
     # -- what torch asks -----------------------------------------------------------------------

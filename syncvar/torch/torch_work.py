@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch.futures import Future
+
+from syncvar.core.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,7 +19,30 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.work import Work
 
+_DRIVE_S = 200e-6
+_DRIVE_BYTES_PER_S = 4e9
 _NO_TURN = contextlib.nullcontext()
+_TIMEOUT_TEXT = "; the timeout is that of the call, or of the process group"
+
+
+class GroupTurn:
+    """A lock for the threads that use a group; errors of timeouts that pass it say so."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._lock.release()
+        name_timeout(error)
+
+
+def name_timeout(error: BaseException | None) -> None:
+    """Add the word to the text of a timeout that torch's programs look for."""
+    if isinstance(error, DeadlineExceeded) and not error.args[0].endswith(_TIMEOUT_TEXT):
+        error.args = (error.args[0] + _TIMEOUT_TEXT,)
 
 
 class ResultDelivery(Protocol):
@@ -123,6 +149,7 @@ class CallWork(dist.Work):  # type: ignore[misc]
             try:
                 results.append(call.wait(seconds))
             except Exception as error:  # noqa: BLE001  (the others are waited for first)
+                name_timeout(error)
                 first = first or error
         return results, first
 
@@ -168,12 +195,24 @@ class CallWork(dist.Work):  # type: ignore[misc]
             future = self._future = CallFuture(self)
             calls = self._calls
             self._open_calls = len(calls)
-        if self.is_completed():
+        if self._ends_soon():
             self.end_future()
         else:
             for call in calls:
                 call.add_done_callback(self._call_ended)
         return future
+
+    def _ends_soon(self) -> bool:
+        """Return whether the call ends while this thread drives it, for about its usual time.
+
+        So no other thread has to take it over. A call whose peers are late goes on by itself.
+        """
+        nbytes = sum(tensor.nbytes for tensor in self._tensors)
+        until = time.monotonic() + _DRIVE_S + nbytes / _DRIVE_BYTES_PER_S
+        while not self.is_completed():
+            if time.monotonic() > until:
+                return False
+        return True
 
     def _call_ended(self, call: Work) -> None:
         """Complete the future after the last call, in a thread of syncvar."""
