@@ -15,7 +15,7 @@ from syncvar.collectives.gather import all_gather, gather
 from syncvar.collectives.reduce import reduce, reduce_scatter
 from syncvar.collectives.scatter import all_to_all, scatter
 from syncvar.collectives.send_recv import recv, recv_any, send
-from syncvar.core.errors import ConfigError, DeadlineExceeded
+from syncvar.core.errors import ConfigError, TransportError
 from syncvar.runtime.work import Work
 from syncvar.torch.dynamo_skips import skip_methods
 from syncvar.torch.tensor_memory import PinnedMemory, TensorBuffer
@@ -442,15 +442,34 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self,
         timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002  (torch's signature)
     ) -> None:
-        """Wait until all ranks have come; RuntimeError names those that have not in time."""
-        del wait_all_ranks  # the error always names all of them
+        """Wait until all ranks have come; RuntimeError names those that have not in time.
+
+        After that the job is broken, as after every missed deadline.
+        """
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        if seconds is not None and seconds <= 0:
+            raise RuntimeError(f"Rank {self.rank()} timed out in monitoredBarrier after 0 ms")
         try:
             with self._turn:
-                barrier(group=self.group, timeout=_seconds(timeout) or self._timeout_s)
-        except DeadlineExceeded as error:
-            raise RuntimeError(f"monitored_barrier: {error}") from error
+                barrier(group=self.group, timeout=seconds)
+        except TransportError as error:
+            raise RuntimeError(self._late_text(error, wait_all_ranks=wait_all_ranks)) from error
+
+    def _late_text(self, error: TransportError, *, wait_all_ranks: bool) -> str:
+        """Return the text of torch's monitored_barrier, and that of the error."""
+        missing = [self.group.ranks.index(one) for one in getattr(error, "missing", ())]
+        if self.rank() or not missing:
+            text = (
+                f"Rank {self.rank()} successfully reached monitoredBarrier, but received errors "
+                "while waiting for send/recv from rank 0"
+            )
+        elif wait_all_ranks:
+            text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier"
+        else:
+            text = f"Rank {min(missing)} failed to pass monitoredBarrier"
+        return f"{text}: {error}"
 
     def send(self, tensors: list[Any], dst: int, tag: int = 0) -> CallWork:
         """Send a tensor."""

@@ -267,7 +267,9 @@ def test_an_error_reaches_the_work_and_the_group_stays_usable(torch):
         if sv.rank():
             assert is_over.wait(60)
             return
-        with pytest.raises(RuntimeError, match=r"monitored_barrier: .*rank 1; the timeout is"):
+        with pytest.raises(
+            RuntimeError, match=r"Rank 1 failed to pass monitoredBarrier: .*; the timeout is"
+        ):
             group.monitored_barrier(timedelta(seconds=0.3))
         is_over.set()
 
