@@ -207,7 +207,7 @@ class CallWork(dist.Work):  # type: ignore[misc]
 
         So no other thread has to take it over. A call whose peers are late goes on by itself.
         """
-        nbytes = sum(tensor.nbytes for tensor in self._tensors)
+        nbytes = sum(one.nbytes for one in self._tensors if not one.is_sparse)
         until = time.monotonic() + _DRIVE_S + nbytes / _DRIVE_BYTES_PER_S
         while not self.is_completed():
             if time.monotonic() > until:

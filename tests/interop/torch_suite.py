@@ -21,6 +21,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 
 DEADLINE_S = 120.0
+START_S = 600.0  # to import torch and its tests
 MODULE = "torch.testing._internal.distributed.distributed_test"
 SUITE = "TestDistBackend"
 
@@ -86,6 +87,7 @@ def serve(rank, size, backend, pipe):
         take_for_gloo(backend)
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
+    pipe.send(("ready", ""))
     while True:
         try:
             name, folder = pipe.recv()
@@ -151,6 +153,9 @@ class Ranks:
         """Return the outcome of one test, and a text."""
         if not self.processes:
             self.start()
+            if {kind for kind, _ in self.outcomes(START_S)} != {"ready"}:
+                self.stop()
+                return "hang", "the ranks did not start"
         with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
             for part in ("barrier", "test_dir", "init_dir"):
                 os.mkdir(os.path.join(folder, part))
