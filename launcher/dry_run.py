@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from syncvar.core.process_ids import rank_list, rank_spans
@@ -54,7 +55,7 @@ def dry_run(job: Job) -> str:
         options,
         job.binding.cores,
         environments,
-        job.command(),
+        [job.command(first) for first in _first_ranks(options)],
         host=job.host,
         notes=(
             job.binding.reason,
@@ -81,7 +82,7 @@ def dry_run_text(
     options: LaunchOptions,
     cores: Sequence[Sequence[int] | None],
     environments: Sequence[Mapping[str, str]],
-    argv: Sequence[str],
+    commands: Sequence[Sequence[str]],
     *,
     host: str = "localhost",
     notes: Sequence[str] = (),
@@ -93,7 +94,7 @@ def dry_run_text(
         options: The options.
         cores: For each rank its cores, or None without binding.
         environments: For each rank its variables. The text shows those of rank 0 and masks secrets.
-        argv: The command line of a worker.
+        commands: The command line of the workers of each program.
         host: The name of the host.
         notes: Lines about cores, transport, persistent calls and the start of workers.
         servers: For each server its host, the servers with copies of its variables, and its command
@@ -113,7 +114,9 @@ def dry_run_text(
         lines += ["", *columns([("server", "host", "copies on"), *rows]), ""]
     lines += [line for line in notes if line]
     lines += [f"folder {escape(str(options.program.cwd))}", ""]
-    lines += ["command:", f"  {escape(shlex.join(argv))}"]
+    for ranks, argv in zip(_rank_lists(options), commands, strict=True):
+        of = f" of {ranks}" if options.program.more else ""
+        lines += [f"command{of}:", f"  {escape(shlex.join(argv))}"]
     if servers:
         lines += ["", "command of server 0:", f"  {escape(shlex.join(servers[0][2]))}"]
     if environments:
@@ -121,8 +124,30 @@ def dry_run_text(
         masked = sorted(mask_environment(environments[0]).items())
         lines += ["", f"environment {extent}:"]
         lines += [f"  {escape(name)}={escape(shlex.quote(value))}" for name, value in masked]
+        lines += _own_variables(options)
     lines += ["", "settings:", *(f"  {line}" for line in columns(settings_rows(options)))]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _first_ranks(options: LaunchOptions) -> list[int]:
+    """Return the first rank of each program."""
+    return list(accumulate((one.workers for one in options.programs[:-1]), initial=0))
+
+
+def _rank_lists(options: LaunchOptions) -> list[str]:
+    """Return the ranks of each program as text."""
+    return [
+        rank_list(range(first, first + one.workers))
+        for first, one in zip(_first_ranks(options), options.programs, strict=True)
+    ]
+
+
+def _own_variables(options: LaunchOptions) -> Iterator[str]:
+    """Yield what `--env` sets for the programs after the first one."""
+    for ranks, one in zip(_rank_lists(options)[1:], options.program.more, strict=True):
+        yield f"--env of {ranks}:"
+        for name, value in sorted(mask_environment(one.env).items()):
+            yield f"  {escape(name)}={escape(shlex.quote(value))}"
 
 
 def _threads(environ: Mapping[str, str]) -> str:
@@ -137,8 +162,20 @@ def dry_run_hosts(chosen: LaunchOptions) -> str:
     else:
         lines = [*chosen.hosts.notices, *_host_lines(chosen), *_placement_lines(chosen)]
         lines += _network_lines(chosen)
-    lines += ["", "settings:", *columns(settings_rows(chosen))]
+    lines += [*_program_lines(chosen), "", "settings:", *columns(settings_rows(chosen))]
     return "".join(f"{escape(line)}\n" for line in lines)
+
+
+def _program_lines(chosen: LaunchOptions) -> Iterator[str]:
+    """Yield which ranks run which program, if there are several."""
+    if not chosen.program.more:
+        return
+    ranks = _rank_lists(chosen)
+    if not chosen.ranks.workers:  # the first rank of the second program is not known yet
+        counts = [one.workers for one in chosen.programs]
+        ranks = [f"{count or 'all other'} rank{'s' * (count != 1)}" for count in counts]
+    for text, one in zip(ranks, chosen.programs, strict=True):
+        yield f"{text}: {shlex.join([*one.label.split(' ', 1), *one.args])}"
 
 
 def _host_lines(chosen: LaunchOptions) -> list[str]:

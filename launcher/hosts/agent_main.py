@@ -42,7 +42,7 @@ from syncvar_launcher.local.local_workers import Event, WorkerExited, WorkerOutp
 from syncvar_launcher.options.option_table import core_count, usable_cores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _CHUNK = 1 << 18
 _UNSENT_MAX = 8 << 20
@@ -214,7 +214,7 @@ class HostAgent:
     def _send_facts(self, message: Message) -> None:
         self._beat_s, self._silence_s = max(0.05, message["beat_s"]), message["silence_s"]
         self._abort_grace_s, self._term_grace_s = message["abort_grace_s"], message["term_grace_s"]
-        facts = facts_of(message["kind_of_target"], message["target"], message["cwd"])
+        facts = facts_of([str(one) for one in message["scripts"]], message["cwd"])
         self._send("facts", facts=facts)
 
     def _listen(self, message: Message) -> None:
@@ -366,8 +366,8 @@ class HostAgent:
             self._is_over = True
 
 
-def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
-    """Return the facts that the launcher needs about this host, for a target and its folder."""
+def facts_of(scripts: Sequence[str], cwd: str) -> dict[str, Any]:
+    """Return the facts that the launcher needs about this host, for scripts and their folder."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "host": socket.gethostname(),
@@ -385,7 +385,7 @@ def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
         "launcher_address": connection[0] if len(connection) == 4 else "",
         "login_address": connection[2] if len(connection) == 4 else "",
         "has_folder": Path(cwd).is_dir(),
-        "has_target": kind != "script" or (Path(cwd) / target).exists(),
+        "missing_scripts": [one for one in scripts if not (Path(cwd) / one).exists()],
         "pid": os.getpid(),
         "tasks_left": tasks_left(),
     }

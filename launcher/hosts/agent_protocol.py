@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import msgpack
 
 from syncvar.core.errors import WireError
+from syncvar_launcher.options.launch_options import RankProgram
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 GREETING = b"syncvar-agent %d\n" % PROTOCOL_VERSION
 MESSAGE_NBYTES_MAX = 16 << 20
 FIRST_CREDIT = 1 << 20
@@ -47,8 +48,7 @@ Message = dict[str, Any]
 _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     # from the launcher
     "get_facts": {
-        "kind_of_target": str,
-        "target": str,
+        "scripts": list,
         "cwd": str,
         "beat_s": float,
         "silence_s": float,
@@ -101,8 +101,8 @@ _TEXT_FACTS = ("host", "machine", "python", "syncvar", "numpy", "byte_order", "p
 _FACTS: dict[str, type] = {
     **dict.fromkeys((*_TEXT_FACTS, "launcher_address", "login_address"), str),
     **dict.fromkeys(("protocol", "cpu_count", "core_count", "pid", "tasks_left"), int),
-    **dict.fromkeys(("cores", "interfaces"), list),
-    **dict.fromkeys(("has_folder", "has_target"), bool),
+    **dict.fromkeys(("cores", "interfaces", "missing_scripts"), list),
+    "has_folder": bool,
 }
 _CORES_MAX = 1 << 14
 
@@ -140,6 +140,7 @@ class RankSpec(NamedTuple):
     cores: list[int] | None  # the cores that it may use, or None for all
     has_input: bool  # whether it reads the launcher's standard input
     terminal: list[int] | None  # rows and columns of its terminal; None for pipes
+    program: int  # index of its program
 
     @classmethod
     def read(cls, fields: Any) -> RankSpec:
@@ -148,7 +149,8 @@ class RankSpec(NamedTuple):
             raise WireError("a rank of an order to start has other fields than it should")
         one = cls(**fields)
         has_cores = one.cores is None or isinstance(one.cores, list)
-        if type(one.rank) is not int or not _are_variables(one.environ) or not has_cores:
+        are_numbers = type(one.rank) is int and type(one.program) is int
+        if not are_numbers or not _are_variables(one.environ) or not has_cores:
             raise WireError("a rank of an order to start has a field of another type")
         if one.terminal is not None:
             checked_list(one.terminal, int, 2)
@@ -161,10 +163,8 @@ class StartRequest(NamedTuple):
     job: str  # the identity of the job
     generation: int  # the first generation of the membership that its ranks may join
     secret: bytes  # the secret of the job
-    kind_of_target: str  # "script", "module" or "command"
-    target: str  # the script, module or command
-    args: list[str]  # its arguments
-    cwd: str  # the folder in which it starts
+    programs: list[RankProgram]  # the programs of all ranks of the job
+    cwd: str  # the folder in which they start
     environ: dict[str, str]  # variables of all ranks, beside those of the login
     start_method: str  # "auto", "spawn" or "fork"
     ranks: list[RankSpec]  # the ranks and servers of this host
@@ -179,25 +179,37 @@ class StartRequest(NamedTuple):
     @classmethod
     def read(cls, fields: Message) -> StartRequest:
         """Return the order in a message."""
-        ranks = fields.get("ranks")
-        if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
+        ranks, programs = fields.get("ranks"), fields.get("programs")
+        are_lists = isinstance(ranks, list) and isinstance(programs, list)
+        if fields.keys() != set(cls._fields) or not are_lists:
             raise WireError("an order to start has other fields than it should")
-        order = cls(**{**fields, "ranks": [RankSpec.read(one) for one in ranks]})
-        texts = (
-            order.job,
-            order.kind_of_target,
-            order.target,
-            order.cwd,
-            order.start_method,
-            order.shm_unavailable_reason,
-        )
+        lists = {
+            "ranks": [RankSpec.read(one) for one in fields["ranks"]],
+            "programs": [_read_program(one) for one in fields["programs"]],
+        }
+        order = cls(**{**fields, **lists})
+        if not all(0 <= one.program < len(order.programs) for one in order.ranks):
+            raise WireError("a rank of an order to start has a program that is not there")
+        texts = (order.job, order.cwd, order.start_method, order.shm_unavailable_reason)
         numbers = (order.generation, order.shm_bytes, order.core_count, order.server_count)
-        are_texts = all(isinstance(one, str) for one in (*texts, *order.args))
+        are_texts = all(isinstance(one, str) for one in texts)
         if not are_texts or not all(type(one) is int and one >= 0 for one in numbers):
             raise WireError("an order to start has a field of another type")
         if not isinstance(order.secret, bytes) or not _are_variables(order.environ):
             raise WireError("an order to start has no secret, or variables that are none")
         return order
+
+
+def _read_program(fields: Any) -> RankProgram:
+    """Return a program in a message."""
+    if not isinstance(fields, dict) or fields.keys() != set(RankProgram._fields):
+        raise WireError("a program of an order to start has other fields than it should")
+    args = fields["args"]
+    one = RankProgram(**{**fields, "args": tuple(args) if isinstance(args, list) else (None,)})
+    are_texts = all(isinstance(text, str) for text in (one.kind, one.target, *one.args))
+    if not are_texts or type(one.workers) is not int or not _are_variables(one.env):
+        raise WireError("a program of an order to start has a field of another type")
+    return one
 
 
 def _are_variables(environ: Any) -> bool:
@@ -266,6 +278,8 @@ def checked_facts(facts: Message) -> Message:
         for one in interfaces
     ):
         raise WireError("its cores or interfaces have another form than they should")
+    if not all(isinstance(one, str) for one in facts["missing_scripts"]):
+        raise WireError("its missing scripts have another form than they should")
     own = facts["launcher_address"], facts["login_address"]
     for address in (*own, *(address for _, address in interfaces)):
         _check_address(address)

@@ -37,7 +37,6 @@ from syncvar_launcher.local.worker_start import (
     StartMethod,
     plan_start,
     server_command,
-    worker_arguments,
     worker_command,
 )
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE, inherited_variables
@@ -73,10 +72,12 @@ class HostRanks:
         }
         self._order = order
         base = self._base()
+        # Indices of the programs that ranks of this host run.
+        self._used = sorted({one.program for one in order.ranks if not is_server(one.rank)})
+        programs = [order.programs[index] for index in self._used]
         self._start_method = plan_start(
             order.start_method,
-            order.kind_of_target,
-            order.target,
+            programs,
             len(order.ranks) - order.server_count,
             order.cwd,
             base,
@@ -99,13 +100,12 @@ class HostRanks:
                 self._keep_call(call)
             self._server: ForkServer | None = None
             if self._start_method.is_forked:
-                self._server = ForkServer(self._command(), base, order.cwd, self._call)
+                argv = self._start_method.command(programs[0])
+                self._server = ForkServer(argv, base, order.cwd, self._call)
                 self._stack.callback(self._server.close)
                 limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
                 self._server.limit_s = float(limit_s or self._server.limit_s)
-                self._server.order(
-                    worker_arguments(order.kind_of_target, order.target, order.args), base
-                )
+                self._server.order(programs, base)
             self.processes = LocalWorkers(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
             with _private():
@@ -115,7 +115,7 @@ class HostRanks:
                 self.processes,
                 lambda _: str(directory.path),
                 order.cwd,
-                is_command=order.kind_of_target == "command",
+                [one.rank for one in order.ranks if self._is_command(one)],
             )
             if self._server is None:
                 self._start_all()
@@ -292,9 +292,10 @@ class HostRanks:
             **self._order.environ,
         }
 
-    def _command(self) -> list[str]:
-        order = self._order
-        return self._start_method.command(order.kind_of_target, order.target, order.args)
+    def _is_command(self, one: RankSpec) -> bool:
+        """Return whether a rank runs no Python program of ours."""
+        is_command = self._order.programs[one.program].kind == "command"
+        return is_command and not is_server(one.rank)
 
     def _start_all(self) -> None:
         if not self._start_method.is_forked:
@@ -305,14 +306,14 @@ class HostRanks:
         order, base = self._order, self._base()
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         secret = secret_descriptor(order.secret, self._folder)
-        argv = self._command()
+        argv: list[str] = []
         try:
             for one in ranks:
                 serves = is_server(one.rank)
                 argv = self._argv_of(one, is_fresh=is_fresh)
                 stdin, outputs, source = self._streams_of(one, null)
                 own = {**base, **self._environ_of(one)}
-                is_program = order.kind_of_target == "command" and not serves
+                is_program = self._is_command(one)
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
                 self.processes.start(
@@ -328,6 +329,7 @@ class HostRanks:
                         pass_fds=self._call,
                         named={} if is_program else {KEY_FD: secret},
                         is_fresh=is_fresh or serves,
+                        program=0 if serves else self._used.index(one.program),
                     )
                 )
                 self._started[one.rank] = self.processes.workers[one.rank].process.pid
@@ -341,12 +343,13 @@ class HostRanks:
                 self._input = -1
 
     def _argv_of(self, one: RankSpec, *, is_fresh: bool) -> list[str]:
-        order = self._order
+        program = self._order.programs[one.program]
+        kind, target, args = program.kind, program.target, program.args
         if is_server(one.rank):
-            return server_command(order.kind_of_target, order.target, one.rank - SERVER_0)
+            return server_command(kind, target, one.rank - SERVER_0)
         if is_fresh:
-            return worker_command(order.kind_of_target, order.target, order.args, is_forked=False)
-        return self._command()
+            return worker_command(kind, target, args, is_forked=False)
+        return self._start_method.command(program)
 
     def _streams_of(self, one: RankSpec, null: int) -> tuple[int, tuple[int, int] | None, int]:
         """Return standard input, both outputs unless they are pipes, and our end of a terminal."""

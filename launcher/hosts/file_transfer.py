@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.hosts.agent_connection import RemoteHost
     from syncvar_launcher.hosts.agent_protocol import Message
     from syncvar_launcher.job.job import Job
-    from syncvar_launcher.options.launch_options import LaunchOptions
+    from syncvar_launcher.options.launch_options import LaunchOptions, RankProgram
 
 NBYTES_MAX = 100 << 20
 FILES_MAX = 10_000
@@ -167,14 +167,24 @@ def _open_no_follow(path: str, flags: int) -> int:
 
 
 def _source_of(options: LaunchOptions) -> Path:
-    if options.program.kind == "module":
-        return options.program.cwd
-    path = options.program.cwd / options.program.target
-    is_searched = options.program.kind == "command" and "/" not in options.program.target
+    sources = [_folder_of(one, options.program.cwd) for one in options.programs]
+    others = [one for one in sources if not os.path.samefile(one, sources[0])]
+    if others:
+        raise ConfigError(
+            f"--stage copies one folder, and the programs are in {sources[0]} and {others[0]}: "
+            "put them into one folder, or use a shared folder"
+        )
+    return sources[0]
+
+
+def _folder_of(program: RankProgram, cwd: Path) -> Path:
+    if program.kind == "module":
+        return cwd
+    path = cwd / program.target
+    is_searched = program.kind == "command" and "/" not in program.target
     if is_searched or not path.is_file():
         raise ConfigError(
-            "--stage copies the folder of a script, and there is no file "
-            f"{options.program.target} in {options.program.cwd}"
+            f"--stage copies the folder of a script, and there is no file {program.target} in {cwd}"
         )
     return path.parent
 
@@ -212,14 +222,17 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
     return failed
 
 
-def folder_and_target(remote: RemoteHost, options: LaunchOptions) -> tuple[str, str]:
-    """Return the folder in which workers start on a host, and their target there."""
+def folder_and_targets(remote: RemoteHost, options: LaunchOptions) -> tuple[str, list[str]]:
+    """Return the folder in which workers start on a host, and the target of each program there."""
+    programs = options.programs
     if not remote.staged:
-        return remote.host.cwd or str(options.program.cwd), options.program.target
-    if options.program.kind == "module":
-        return remote.staged, options.program.target
-    target = f"{remote.staged}/{os.path.basename(options.program.target)}"
-    return remote.host.cwd or remote.staged, target
+        return remote.host.cwd or str(options.program.cwd), [one.target for one in programs]
+    targets = [
+        one.target if one.kind == "module" else f"{remote.staged}/{os.path.basename(one.target)}"
+        for one in programs
+    ]
+    has_module = any(one.kind == "module" for one in programs)  # found in the folder of the start
+    return remote.staged if has_module else remote.host.cwd or remote.staged, targets
 
 
 class HostCopy:

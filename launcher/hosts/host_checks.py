@@ -89,10 +89,10 @@ def missing_resources(facts: Mapping[str, Any], host: Host, options: LaunchOptio
             f"there is no folder {cwd} there; give "
             f"--cwd{' to its --join' if joins else ', or cwd= in the host file'}"
         )
-    if not facts["has_target"] and not options.hosts.stage:
+    if facts["missing_scripts"] and not options.hosts.stage:
         return (
-            f"there is no script {options.program.target} in {cwd} there; --stage copies it, or "
-            "use a shared folder"
+            f"there is no script {facts['missing_scripts'][0]} in {cwd} there; --stage copies it, "
+            "or use a shared folder"
         )
     return ""
 

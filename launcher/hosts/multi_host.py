@@ -80,7 +80,7 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
         workers = sum(one.workers for one in host_group.sites)
         shown_ranks(chosen.output.selection, workers)
         check_debugged(chosen.ranks.debug, workers)
-        final = chosen._replace(ranks=chosen.ranks._replace(workers=workers, fake_hosts=1))
+        final = chosen.with_workers(workers)
         job = Job(final, arguments, os.environ, host_group)
         make_workers = partial(RemoteWorkers, host_group)
         host_group.exit_code = restart_loop.run(job, None, make_workers)
@@ -317,8 +317,7 @@ class JobHosts:
         options, runtime = self._options, self._options.runtime
         one.send(
             "get_facts",
-            kind_of_target=options.program.kind,
-            target=options.program.target,
+            scripts=[one.target for one in options.programs if one.kind == "script"],
             cwd=one.host.cwd or str(options.program.cwd),
             beat_s=runtime.heartbeat_interval_s,
             silence_s=runtime.host_silence_s,

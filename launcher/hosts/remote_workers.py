@@ -20,7 +20,7 @@ from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT, RankSpec
 from syncvar_launcher.hosts.file_transfer import (
     ReceivedFiles,
     call_parts,
-    folder_and_target,
+    folder_and_targets,
     forget_results,
 )
 from syncvar_launcher.io.output import escape
@@ -36,6 +36,7 @@ from syncvar_launcher.local.local_workers import (
 )
 from syncvar_launcher.local.shm_service import shm_unavailable_reason
 from syncvar_launcher.local.stack_requests import ENDED, NOT_STARTED, StackRequest
+from syncvar_launcher.local.worker_start import shared_variables
 from syncvar_launcher.options.worker_environment import carried_variables
 
 if TYPE_CHECKING:
@@ -167,7 +168,11 @@ class RemoteWorkers:
                 cores = bindings[index].cores[rank - ranks[0]]
                 has_input = rank == self._reader
                 specs.append(self._rank_spec(rank, torch, cores, has_input=has_input))
-            cwd, target = folder_and_target(site.remote, chosen)
+            cwd, targets = folder_and_targets(site.remote, chosen)
+            programs = [
+                one._replace(target=target)._asdict()
+                for one, target in zip(self._job.programs, targets, strict=True)
+            ]
             request = {
                 "job": self._job.job_id,
                 "generation": self._generation,
@@ -181,10 +186,11 @@ class RemoteWorkers:
                 "saves_call_totals": bool(chosen.output.stats),
                 "start_method": chosen.ranks.start_method,
                 "cwd": cwd,
-                "kind_of_target": chosen.program.kind,
-                "target": target,
-                "args": list(chosen.program.args),
-                "environ": {**carried_variables(self._job.environ), **chosen.program.env},
+                "programs": programs,
+                "environ": {
+                    **carried_variables(self._job.environ),
+                    **shared_variables(self._job.programs),
+                },
                 "server_count": len(servers),
             }
             self.workers |= dict.fromkeys((*servers, *ranks), site)
@@ -219,7 +225,8 @@ class RemoteWorkers:
             number, self._rendezvous, "", torch, self._generation, self._restarts, incarnation
         )
         terminal = list(self._input.size) if has_input and self._input.size is not None else None
-        return RankSpec(number, environ, cores, has_input, terminal)._asdict()
+        program = self._job.program_index(number)
+        return RankSpec(number, environ, cores, has_input, terminal, program)._asdict()
 
     def describe(self) -> tuple[str, str]:
         """Return the transport in few words, and as a whole line."""

@@ -278,4 +278,5 @@ class Attempt:
             "lasted_s": self.watch.now() - self.job_began,
             "command": shlex.join(["syncvar-launch", *mask_arguments(self.job.arguments)]),
             "folder": str(self.options.program.cwd),
+            "programs": [[one.label, one.workers] for one in self.job.programs],
         }

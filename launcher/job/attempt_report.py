@@ -199,7 +199,7 @@ class AttemptReport:
 
     def _others(self, but: int) -> list[SecondaryFailure]:
         return [
-            SecondaryFailure(number, self._last_position(number))
+            SecondaryFailure(number, self._last_position(number), self._job.program_label(number))
             for number in self.processes
             if number != but
         ]
@@ -233,6 +233,7 @@ class AttemptReport:
             last_lines=self._forwarder.last_lines(cause.rank) if is_process else (),
             stands_above=is_shown and self._forwarder.stands_above(cause.rank),
             code=cause.code,
+            program=self._job.program_label(cause.rank),
         )
 
     def _traceback(self, cause: FailureCause) -> str:

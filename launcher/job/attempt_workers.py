@@ -14,6 +14,7 @@ from syncvar.core.exit_status import STARTED
 from syncvar.core.output_files import LOST_FILE_EVENT
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.transports.zeromq_sockets import tcp_endpoint
+from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.attempt_report import AttemptReport, RankStates
 from syncvar_launcher.job.failure_report import SecondaryFailure, spared_block
 from syncvar_launcher.job.start_progress import StartProgress, clock
@@ -84,11 +85,10 @@ class WorkerSet:
         self.server = server
         self._open(directory, start)
         ranks, limits = self.options.ranks, self.options.limits
-        is_command = self.options.program.kind == "command"
         self.supervisor = Supervisor(
             ranks.workers,
             self.config,
-            is_command,
+            job.command_ranks,
             start.job_began,
             limits.timeout_s,
             job.mirrors(),
@@ -98,7 +98,7 @@ class WorkerSet:
             job, self.supervisor, self.workers, self.store, console, is_restart=start.restarts > 0
         )
         # A program that our bootstrap does not start cannot report that it has begun.
-        reporting = job.servers if is_command else self.report.processes
+        reporting = [one for one in self.report.processes if one not in job.command_ranks]
         self.progress = StartProgress(
             reporting, self.config.missing_report_s, self.config.rendezvous_timeout_s, self.began
         )
@@ -280,7 +280,10 @@ class WorkerSet:
 
     def show_spared(self, event: Spared) -> None:
         """Show which ranks got no signal because it would have ended them, and what they do."""
-        places = [SecondaryFailure(rank, self.report.position(rank)) for rank in event.ranks]
+        places = [
+            SecondaryFailure(rank, self.report.position(rank), self.job.program_label(rank))
+            for rank in event.ranks
+        ]
         self.console.forwarder.write_text(spared_block(event.number, places, os.getpid()))
 
     def _log_end(self, rank: int, code: int | None, number: int | None) -> None:
@@ -370,13 +373,15 @@ class WorkerSet:
         self.console.events.add("rank_restart", rank=rank, why=reason, number=count)
         self.console.show(f"{self.describe(rank)} is started again alone ({count}): {reason}")
         self.store.servers.restarted(rank, count)
-        if self.options.program.kind != "command":
+        if rank not in self.job.command_ranks:
             self.progress.expect(rank, self.watch.now())
         self.handle_all(self.workers.restart_rank(rank, count))
 
     def describe(self, number: int) -> str:
-        """Return a rank or server with its host, for messages."""
-        return f"{process_name(number)} on {self.job.host_name(number)}"
+        """Return a rank or server with its program and host, for messages."""
+        label = self.job.program_label(number)
+        program = f" ({escape(label)})" if label else ""
+        return f"{process_name(number)}{program} on {self.job.host_name(number)}"
 
 
 def _event(name: str, number: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class FailureReport(NamedTuple):
     last_lines: Sequence[str] = ()  # last lines that the rank wrote, shown without a traceback
     stands_above: bool = False  # whether the launcher has just shown these lines
     code: str = ""  # code that `syncvar explain` describes, or an empty text
+    program: str = ""  # program of the rank; empty if all ranks run the same one
 
 
 class WorkerTraceback(NamedTuple):
@@ -62,6 +63,7 @@ class SecondaryFailure(NamedTuple):
 
     rank: int  # rank
     activity: str  # text such as "waiting in all_reduce #12 at train.py:40"
+    program: str = ""  # program of the rank; empty if all ranks run the same one
 
 
 class EvidenceFiles(NamedTuple):
@@ -143,6 +145,8 @@ def failure_sentence(failure: FailureReport) -> str:
         'rank 2 was killed by signal 9 (SIGKILL) after 1.2 s'
     """
     text = "the job" if failure.rank < 0 else process_name(failure.rank)
+    if failure.program:
+        text += f" ({escape(failure.program)})"
     if failure.rank >= 0 and failure.host:
         text += f" on {escape(failure.host)}"
     text += " failed" if failure.status is None else f" {describe_exit(failure.status)}"
@@ -348,15 +352,19 @@ def _limit(count: int, *, is_whole: bool) -> int:
 
 
 def _others(others: Sequence[SecondaryFailure]) -> list[str]:
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for other in sorted(others, key=lambda item: item.rank):
-        groups.setdefault(other.activity, []).append(other.rank)
+        program = f" ({other.program})" if other.program else ""
+        groups.setdefault((program, other.activity), []).append(other.rank)
     shown = list(groups.items())
     rest: list[int] = []
     if len(shown) > _OTHER_LINES:
         rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
         shown = shown[: _OTHER_LINES - 1]
-    lines = [f"  {process_list(ranks)}: {escape(activity)}" for activity, ranks in shown]
+    lines = [
+        f"  {process_list(ranks)}{escape(program)}: {escape(activity)}"
+        for (program, activity), ranks in shown
+    ]
     return [*lines, f"  {process_list(rest)}: elsewhere"] if rest else lines
 
 

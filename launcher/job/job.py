@@ -29,7 +29,7 @@ from syncvar_launcher.local.worker_start import (
     ForkServer,
     plan_start,
     server_command,
-    worker_arguments,
+    shared_variables,
     worker_command,
 )
 from syncvar_launcher.options.option_table import core_count, usable_cores
@@ -38,7 +38,7 @@ from syncvar_launcher.options.worker_environment import inherited_variables
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar_launcher.options.launch_options import LaunchOptions
+    from syncvar_launcher.options.launch_options import LaunchOptions, RankProgram
 
 _LOOPBACK = "127.0.0.1"
 
@@ -105,6 +105,16 @@ class Job:
         self.host = socket.gethostname()
         self.records = FlightRecords(chosen.output.log_dir, environ, self.job_id)
         self.lost_files = LostFiles()
+        self.programs = chosen.programs
+        self._program_indices = [
+            index for index, one in enumerate(self.programs) for _ in range(one.workers)
+        ]
+        # The ranks whose program is no Python program of ours.
+        self.command_ranks = frozenset(
+            rank
+            for rank, index in enumerate(self._program_indices)
+            if self.programs[index].kind == "command"
+        )
         self.usable = usable_cores()
         self.core_count = core_count()
         ranks, program = chosen.ranks, chosen.program
@@ -116,23 +126,34 @@ class Job:
             )
         self.start_method = plan_start(
             ranks.start_method,
-            program.kind,
-            program.target,
+            self.programs,
             ranks.workers,
             str(program.cwd),
-            {**self.base_environment(), **program.env},
+            {**self.base_environment(), **shared_variables(self.programs)},
         )
 
     # -- what a worker gets ------------------------------------------------------------------------
 
-    def command(self) -> list[str]:
-        """Return the command line of a worker, or of the fork server."""
-        program = self.options.program
-        return self.start_method.command(program.kind, program.target, program.args)
+    def program_index(self, number: int) -> int:
+        """Return the index of the program of a rank; a server belongs to the first one."""
+        return 0 if is_server(number) else self._program_indices[number]
 
-    def fresh_command(self) -> list[str]:
+    def program_of(self, number: int) -> RankProgram:
+        """Return the program of a rank or server."""
+        return self.programs[self.program_index(number)]
+
+    def program_label(self, number: int) -> str:
+        """Return the program of a rank for messages; empty for a server and with one program."""
+        is_one = len(self.programs) == 1
+        return "" if is_one or number < 0 or is_server(number) else self.program_of(number).label
+
+    def command(self, rank: int = 0) -> list[str]:
+        """Return the command line of a worker, or of the fork server."""
+        return self.start_method.command(self.program_of(rank))
+
+    def fresh_command(self, rank: int) -> list[str]:
         """Return the command line of a worker that is not forked."""
-        program = self.options.program
+        program = self.program_of(rank)
         return worker_command(program.kind, program.target, program.args, is_forked=False)
 
     def server_command(self, number: int) -> list[str]:
@@ -234,11 +255,13 @@ class Job:
             servers=chosen.ranks.servers,
             server_replicas=chosen.ranks.server_replicas,
             incarnation=incarnation,
+            program=self.program_index(rank),
         )
+        own = self.program_of(rank).env
         return {
-            **self._settings(host),
+            **self._settings(host, own),
             **({} if serves else torch),
-            **chosen.program.env,
+            **own,
             **contract.to_mapping(),
         }
 
@@ -255,8 +278,11 @@ class Job:
         """Return the descriptors that workers inherit from the launcher's parent."""
         return [int(text) for text in self.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
 
-    def _settings(self, host: int = 0) -> dict[str, str]:
-        """Return the variables that are equal for all ranks of a host."""
+    def _settings(self, host: int, own: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that are equal for all ranks of a host with one program.
+
+        `own` are the variables of that program.
+        """
         chosen = self.options
         workers, cores = chosen.ranks.workers, self.core_count
         if self.host_group is not None:
@@ -264,7 +290,7 @@ class Job:
             workers, cores = site.workers, site.facts["core_count"]
         threads = blas_threads(workers, cores, chosen.ranks.cores_per_worker)
         return {
-            **blas_environment(threads, {**self.environ, **chosen.program.env}),
+            **blas_environment(threads, {**self.environ, **own}),
             **self.config.to_mapping(),
         }
 
@@ -279,7 +305,8 @@ class Job:
         is_needed = self.host_group is None and self.start_method.is_forked
         environ: dict[str, str] = {}
         if is_needed:
-            environ = {**self.base_environment(), **self._settings(), **program.env}
+            shared = shared_variables(self.programs)
+            environ = {**self.base_environment(), **self._settings(0, shared), **shared}
         if ahead is not None and not (is_needed and ahead.suits(environ, program.cwd)):
             ahead.close()
             ahead = None
@@ -290,5 +317,5 @@ class Job:
             server = ahead or ForkServer(argv, environ, program.cwd, self.pass_fds())
         except OSError as error:
             raise cannot_start(argv[0], error) from error
-        server.order(worker_arguments(program.kind, program.target, program.args), environ)
+        server.order(self.programs, environ)
         return server

@@ -103,8 +103,9 @@ class EventLog:
     Each line is one object. All have `event`, `time` (seconds since 1970), `monotonic` (seconds of
     this host's monotonic clock, for durations) and `job` (the identity). The other fields:
 
-    * `job_start`: version, host, hosts, workers, servers, kind, target, start_method, max_restarts,
-      options (a digest of all settings), pid.
+    * `job_start`: version, host, hosts, workers, servers, kind, target, programs (kind, target and
+      workers of each, the first one too), start_method, max_restarts, options (a digest of all
+      settings), pid.
     * `rank_start`: rank, host, pid, restarts (how often the launcher has started all ranks again).
     * `met`: generation, after_s (since the start of these ranks). All ranks have joined.
     * `stall`: text. A rank waits for others for long. `notice`: text. Any other notice.

@@ -111,6 +111,10 @@ class _RestartLoop:
             servers=ranks.servers,
             kind=program.kind,
             target=program.target,
+            programs=[
+                {"kind": one.kind, "target": one.target, "workers": one.workers}
+                for one in self.job.programs
+            ],
             start_method=ranks.start_method,
             max_restarts=self.options.limits.max_restarts,
             options=_digest(self.options),
@@ -335,7 +339,8 @@ def _digest(chosen: LaunchOptions) -> str:
     from syncvar_launcher.job.settings_table import settings_rows
 
     rows = [row[:2] for row in settings_rows(chosen) if not row[0].startswith("env.")]
-    text = repr((rows, sorted(chosen.program.env)))  # values of variables may be secrets
+    names = [sorted(one.env) for one in chosen.programs]  # values of variables may be secrets
+    text = repr((rows, names))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

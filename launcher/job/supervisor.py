@@ -28,7 +28,7 @@ from syncvar_launcher.job.failure_report import TIME_LIMIT
 from syncvar_launcher.local.host_resources import OUT_OF_MEMORY, LimitTooLow
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from syncvar.core.settings import RuntimeConfig
 
@@ -141,7 +141,7 @@ class Supervisor:
 
     workers: int  # number of workers
     config: RuntimeConfig  # settings, of which this uses the graces
-    is_command: bool  # whether the workers are arbitrary commands, which need not report their end
+    commands: Container[int]  # workers that are arbitrary commands, which need not report their end
     now: float  # time in seconds of a monotonic clock
     timeout_s: float = float("inf")  # time limit of the job in seconds; infinite for none
     # for each server the servers that hold copies of its variables; empty without servers
@@ -251,7 +251,7 @@ class Supervisor:
         """
         self.running.discard(rank)
         actions: list[Action] = []
-        has_left = rank in self._left_cleanly or (self.is_command and not joined)
+        has_left = rank in self._left_cleanly or (rank in self.commands and not joined)
         if self._is_dismissed(rank, status):
             pass
         elif rank in self.causes:

@@ -180,7 +180,7 @@ class DirectWorkers:
             processes,
             self._folder_of,
             str(program.cwd),
-            is_command=program.kind == "command",
+            job.command_ranks,
         )
         # These methods of its parts complete the protocol.
         self.unsent, self.look = processes.unsent, processes.look
@@ -229,7 +229,7 @@ class DirectWorkers:
         if serves:
             argv = job.server_command(number)
         else:
-            argv = job.fresh_command() if incarnation else job.command()
+            argv = job.fresh_command(number) if incarnation else job.command(number)
         has_terminal = ranks.debug == number
         reads = has_terminal if ranks.debug is not None else number == 0
         named: dict[str, int] = {}
@@ -244,7 +244,7 @@ class DirectWorkers:
                 self._restarts,
                 incarnation,
             )
-            if self._secret and job.options.program.kind == "command" and not serves:
+            if self._secret and number in job.command_ranks:
                 own[KEY_FILE] = write_secret(self._secret, self._folder)
             elif self._secret:
                 named[KEY_FD] = secret_descriptor(self._secret, self._folder)
@@ -260,6 +260,7 @@ class DirectWorkers:
                     pass_fds=job.pass_fds(),
                     named=named,
                     is_fresh=serves or incarnation > 0,
+                    program=job.program_index(number),
                 )
             )
         except OSError as error:

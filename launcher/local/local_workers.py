@@ -119,6 +119,7 @@ class WorkerSpec(NamedTuple):
     # more of them, by the variable that gets the number
     named: Mapping[str, int] = MappingProxyType({})
     is_fresh: bool = False  # whether it is a fresh process, even beside forked ones
+    program: int = 0  # index of its program among those of the job
 
 
 @dataclass(slots=True)
@@ -209,7 +210,8 @@ class LocalWorkers:
         """Start the process; `inherited` are descriptors by the variable that gets the number."""
         if self._server is not None and not spec.is_fresh:
             streams = {"stdin": spec.stdin, "stdout": outputs[0], "stderr": outputs[1]}
-            return self._server.fork(spec.environ, spec.cores, streams | inherited)
+            descriptors = streams | inherited
+            return self._server.fork(spec.environ, spec.cores, descriptors, spec.program)
         numbers = {name: str(number) for name, number in inherited.items()}
         return subprocess.Popen(
             list(spec.argv),

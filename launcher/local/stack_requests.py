@@ -27,7 +27,7 @@ from syncvar.core.stack_dump import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from syncvar_launcher.local.local_workers import LocalWorkers
 
@@ -58,7 +58,7 @@ class StackCollector:
     """Requests and reads the stacks of ranks.
 
     `directory` returns the private folder in which a rank answers. Paths in answers are relative to
-    `folder`. With `is_command` the workers are programs that need not be Python.
+    `folder`. The ranks in `commands` run programs that need not be Python.
     """
 
     def __init__(
@@ -66,13 +66,12 @@ class StackCollector:
         processes: LocalWorkers,
         directory: Callable[[int], str],
         folder: str,
-        *,
-        is_command: bool,
+        commands: Container[int],
     ) -> None:
         self._processes = processes
         self._directory = directory
         self._folder = folder
-        self._is_command = is_command
+        self._commands = commands
         self._noted: dict[int, StackRequest] = {}
         self.places: dict[int, str] = {}
 
@@ -117,7 +116,7 @@ class StackCollector:
         status = _status(pid)
         if status.get("State", "").startswith(("T", "t")):
             return StackRequest(rank, -1, STOPPED)
-        if self._is_command:
+        if rank in self._commands:
             return StackRequest(rank, -1, "it is no Python program of ours (--no-python)")
         path = stack_path(self._directory(rank), rank)
         start = _size_if_held(pid, path) if _has(status, "SigCgt", number) else -1

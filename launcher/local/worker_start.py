@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from syncvar_launcher.options.launch_options import RankProgram
+
 # How workers on hosts start, as far as the launcher knows it before their agents run.
 ON_HOSTS = {
     "auto": "forked on each host that has several, where that is possible, else fresh processes",
@@ -97,48 +99,98 @@ class StartMethod(NamedTuple):
     reason: str  # reason, in one sentence without a subject
     may_change: bool = False  # whether the fork server may still decide for fresh processes
 
-    def command(self, kind: str, target: str, args: Sequence[str]) -> list[str]:
+    def command(self, program: RankProgram) -> list[str]:
         """Return the command line of a worker, or of the fork server."""
-        return worker_command(kind, target, args, is_forked=self.is_forked)
+        return worker_command(program.kind, program.target, program.args, is_forked=self.is_forked)
 
     def __str__(self) -> str:
         return f"{'forked' if self.is_forked else 'fresh processes'}: {self.reason}"
 
 
 def plan_start(
-    method: str, kind: str, target: str, workers: int, cwd: str, environ: Mapping[str, str]
+    method: str,
+    programs: Sequence[RankProgram],
+    workers: int,
+    cwd: str,
+    environ: Mapping[str, str],
 ) -> StartMethod:
-    """Decide how the workers of a host start.
+    """Decide how the workers of a host start; all of them start in the same way.
 
-    It searches the script or module, in the folder `cwd`, for variables that NumPy reads only when
-    it is imported.
+    It searches scripts and modules, in the folder `cwd`, for variables that NumPy reads only when
+    it is imported. `environ` has the variables of all programs.
 
     Example:
-        >>> print(plan_start("auto", "command", "/bin/true", 4, "/", {}))
+        >>> from syncvar_launcher.options.launch_options import RankProgram
+        >>> print(plan_start("auto", [RankProgram("command", "/bin/true", (), {}, 4)], 4, "/", {}))
         fresh processes: /bin/true is a program of its own
-        >>> print(plan_start("spawn", "script", "train.py", 4, "/", {}))
+        >>> print(plan_start("spawn", [RankProgram("script", "a.py", (), {}, 4)], 4, "/", {}))
         fresh processes: --start-method spawn
     """
     if method != "auto":
         return StartMethod(method == "fork", f"--start-method {method}")
-    if kind == "command":
-        return StartMethod(is_forked=False, reason=f"{target} is a program of its own")
-    if workers == 1:
-        return StartMethod(is_forked=False, reason="one worker shares what it imports with nobody")
-    for name in SHOW_IMPORTS:
-        if environ.get(name):
-            return StartMethod(is_forked=False, reason=f"{name} shows what each worker imports")
-    found = _find_read_once(kind, target, cwd)
-    if found:
-        return StartMethod(
-            is_forked=False,
-            reason=f"{target} names {', '.join(found)}, which NumPy reads only when it is imported",
-        )
+    reason = _no_fork_reason(programs, workers, cwd, environ)
+    if reason:
+        return StartMethod(is_forked=False, reason=reason)
     return StartMethod(
         is_forked=True,
         reason="from one process that has imported NumPy and syncvar",
         may_change=True,
     )
+
+
+def _no_fork_reason(
+    programs: Sequence[RankProgram], workers: int, cwd: str, environ: Mapping[str, str]
+) -> str:
+    """Return why workers cannot be forked from one process, or an empty text."""
+    for one in programs:
+        if one.kind == "command":
+            return f"{one.target} is a program of its own"
+    if workers == 1:
+        return "one worker shares what it imports with nobody"
+    for name in SHOW_IMPORTS:
+        if any(variables.get(name) for variables in (environ, *(one.env for one in programs))):
+            return f"{name} shows what each worker imports"
+    for one in programs:
+        found = _find_read_once(one.kind, one.target, cwd)
+        if found:
+            names = ", ".join(found)
+            return f"{one.target} names {names}, which NumPy reads only when it is imported"
+    return _difference(programs, cwd) if len(programs) > 1 else ""
+
+
+def _difference(programs: Sequence[RankProgram], cwd: str) -> str:
+    """Return in what programs differ that one process cannot do for all, or an empty text."""
+    from syncvar.bootstrap.preloaded_imports import READ_ONCE
+
+    shared = shared_variables(programs)
+    own = sorted({name for one in programs for name in one.env} - shared.keys())
+    early = [name for name in own if name.startswith(_AT_START) or READ_ONCE.fullmatch(name)]
+    if early:
+        return (
+            f"the programs differ in {', '.join(early)}, which Python or NumPy reads at its start"
+        )
+    folders = {
+        os.path.realpath(cwd if one.kind == "module" else os.path.join(cwd, one.target, ".."))
+        for one in programs
+    }
+    return "the programs are in different folders" if len(folders) > 1 else ""
+
+
+def shared_variables(programs: Sequence[RankProgram]) -> dict[str, str]:
+    """Return the variables that all programs of a job have with the same value.
+
+    Example:
+        >>> from syncvar_launcher.options.launch_options import RankProgram
+        >>> first = RankProgram("script", "a.py", (), {"A": "1", "B": "2"}, 1)
+        >>> shared_variables([first, first._replace(env={"A": "1", "B": "3"})])
+        {'A': '1'}
+    """
+    first, *others = (one.env for one in programs)
+    return {
+        name: value
+        for name, value in first.items()
+        if all(other.get(name) == value for other in others)
+    }
 
 
 def _find_read_once(kind: str, target: str, cwd: str) -> list[str]:
@@ -274,9 +326,10 @@ class ForkServer:
         )
         return is_whole and self._cwd == str(cwd)
 
-    def order(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Let the server import what workers need, by the arguments of `worker_main`."""
-        order = _pack({"arguments": list(arguments), "environ": self._changes(environ)})
+    def order(self, programs: Sequence[RankProgram], environ: Mapping[str, str]) -> None:
+        """Let the server import what workers need, which run one of these programs each."""
+        arguments = [worker_arguments(one.kind, one.target, one.args) for one in programs]
+        order = _pack({"programs": arguments, "environ": self._changes(environ)})
         self._environ = environ
         message = len(order).to_bytes(_LENGTH_BYTES, "little") + order
         # If it has ended, `refusal` will find that.
@@ -317,11 +370,12 @@ class ForkServer:
         environ: Mapping[str, str],
         cores: Sequence[int] | None,
         descriptors: Mapping[str, int],
+        program: int = 0,
     ) -> ForkedWorker:
         """Fork a worker, which begins after `release` and `close`.
 
         `descriptors` are its "stdin", "stdout" and "stderr", and others by the variable that gets
-        their number.
+        their number. `program` is the index of its program in the order.
         """
         self._has_forked = True
         adopt_orphans(is_on=True)
@@ -329,6 +383,7 @@ class ForkServer:
             "environ": self._changes(environ),
             "cores": None if cores is None else list(cores),
             "names": list(descriptors),
+            "program": program,
             "server": self._process.pid,
             "launcher": os.getpid(),
         }

@@ -7,6 +7,7 @@ of the program: `argparse.REMAINDER` treats `--` and options before it different
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -49,9 +50,9 @@ _HEADER = f"""\
 Examples:
   {PROGRAM} --workers 4 train.py --lr 0.1        four ranks of a script
   {PROGRAM} -n auto -m syncvar.examples.digits   one rank for each core
-  {PROGRAM} -n 4 --debug 2 train.py              rank 2 gets the terminal
+  {PROGRAM} -n 3 a.py : -n 1 -x R=1 b.py         rank 3 runs b.py, with R=1
 Usage: {PROGRAM} [options] script.py | -m module | --no-python command
-       Its arguments follow, and are passed on untouched; -- ends options.
+       Its arguments follow, untouched; '\\:' stands for ":"; -- ends options.
 """
 
 _HOSTS_HEADER = f"""\
@@ -86,7 +87,14 @@ _AFTER_GROUP = {
 }
 
 
+_NEXT_PROGRAM = ":"
+_OF_EACH_PROGRAM = ("workers", "env")  # options that may stand after a ":"
+_COLON = re.compile(r"\\+:")  # an argument that loses one backslash
 _FLAGS = (*BY_FLAG, *BY_OFF_FLAG, *OTHER_FLAGS)
+_AT_COLON = (
+    ", before and after each ':' (it begins another program; for an argument that is a colon "
+    r"write '\:')"
+)
 _NOTHING_TO_RUN = {
     "script": "nothing to run: give a script, -m module or --no-python command",
     "module": "-m needs the name of a module",
@@ -141,13 +149,15 @@ class CommandLine(NamedTuple):
     values: dict[str, Any]  # checked values of the options on it, by key
     kind: str  # "script", "module" or "command"
     words: list[str]  # script, module or command with its arguments; may be empty
+    more: tuple[CommandLine, ...] = ()  # the parts after each ":"
 
     def check_target(self, folder: Path, *, may_be_empty: bool, is_local: bool) -> None:
         """End with a usage error if there is nothing to run, or no such script."""
-        if not self.words and not may_be_empty:
-            usage_error(_NOTHING_TO_RUN[self.kind])
-        if self.words and self.kind == "script" and is_local:
-            _check_script(self.words[0], folder)
+        for one in (self, *self.more):
+            if not one.words and not may_be_empty:
+                usage_error(f"{_NOTHING_TO_RUN[one.kind]}{_AT_COLON if self.more else ''}")
+            if one.words and one.kind == "script" and is_local:
+                _check_script(one.words[0], folder)
 
 
 def usage_error(message: str) -> NoReturn:
@@ -158,13 +168,37 @@ def usage_error(message: str) -> NoReturn:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read a command line without the program's name; end after `--help` and on errors."""
+    """Read a command line without the program's name; end after `--help` and on errors.
+
+    Each argument ":" ends a part with one program. Only the first part has options of the job.
+    """
+    parts: list[list[str]] = [[]]
+    for argument in argv:
+        if argument == _NEXT_PROGRAM:
+            parts.append([])
+        else:
+            parts[-1].append(argument)
+    first, *more = map(_read_part, parts)
+    for one in more:
+        for option in OPTIONS:
+            if option.key in one.values and option.key not in _OF_EACH_PROGRAM:
+                usage_error(
+                    f"{option.flags[-1]} stands after ':', and it concerns the whole job: give it "
+                    "before the first program"
+                )
+    return first._replace(more=tuple(more))
+
+
+def _read_part(argv: Sequence[str]) -> CommandLine:
+    """Read the options and the program of one part."""
     ours: list[str] = []
     rest = list(argv)
     while rest:
         target = _target_of(rest)
         if target is not None:
-            return CommandLine(_values_of(ours), *target)
+            kind, words = target
+            words[1:] = [one[1:] if _COLON.fullmatch(one) else one for one in words[1:]]
+            return CommandLine(_values_of(ours), kind, words)
         ours.append(_take_option(rest))
     return CommandLine(_values_of(ours), "script", [])
 

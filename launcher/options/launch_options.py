@@ -36,17 +36,33 @@ _WITH_JOIN = frozenset(
 _WITHOUT_LISTEN = ("hostfile", "include", "exclude", "ssh_always", "ssh_port", "remote_python")
 
 
-class ProgramOptions(NamedTuple):
-    """The program that the ranks run, and its environment."""
+class RankProgram(NamedTuple):
+    """One program of a job, and the ranks that run it."""
 
     kind: str  # "script", "module" or "command"
     target: str  # script, module or command
-    args: tuple[str, ...]  # arguments of the program, unchanged
+    args: tuple[str, ...]  # arguments of the program
+    env: Mapping[str, str]  # variables that each of its ranks gets
+    workers: int  # number of its ranks; 0 while that depends on the slots of several hosts
+
+    @property
+    def label(self) -> str:
+        """The program in messages, for instance "-m train"."""
+        return f"-m {self.target}" if self.kind == "module" else self.target
+
+
+class ProgramOptions(NamedTuple):
+    """The program that the ranks run, with its environment; the first one if there are several."""
+
+    kind: str  # "script", "module" or "command"
+    target: str  # script, module or command
+    args: tuple[str, ...]  # arguments of the program
     cwd: Path  # absolute path of the folder in which the ranks start
     env: Mapping[str, str]  # variables that each rank gets
     env_clear: bool  # whether the ranks inherit only the variables of an allow-list
     config: Path | None  # absolute path of the TOML file that was read, or None
     dry_run: bool  # whether the launcher only shows what it would do
+    more: tuple[RankProgram, ...] = ()  # programs of the ranks that follow, each after a ":"
 
     def validate(self, origin: Mapping[str, str], *, has_hosts: bool) -> None:
         """Check that the folder exists; other hosts check their own."""
@@ -75,7 +91,7 @@ class RankOptions(NamedTuple):
     torch_env: bool  # whether ranks also get MASTER_ADDR and MASTER_PORT
     debug: int | None  # rank that gets the terminal, or None
 
-    def validate(self, program: ProgramOptions, *, has_hosts: bool) -> None:
+    def validate(self, programs: Sequence[RankProgram], *, has_hosts: bool) -> None:
         """Check the numbers of processes against each other, and the start method."""
         replicas = self.server_replicas
         if replicas > 1:
@@ -95,12 +111,13 @@ class RankOptions(NamedTuple):
                 split_evenly(self.workers, self.fake_hosts)
             except ConfigError as error:
                 raise ConfigError(f"--fake-hosts {self.fake_hosts}: {error}") from None
-        if program.kind == "command" and self.start_method == "fork":
-            raise ConfigError(
-                f"--start-method fork: {program.target} is a program of its own (--no-python), "
-                "and only a Python script or module can be forked from a process that has "
-                "imported NumPy; use --start-method spawn"
-            )
+        for one in programs:
+            if one.kind == "command" and self.start_method == "fork":
+                raise ConfigError(
+                    f"--start-method fork: {one.target} is a program of its own (--no-python), "
+                    "and only a Python script or module can be forked from a process that has "
+                    "imported NumPy; use --start-method spawn"
+                )
 
 
 class Starter(NamedTuple):
@@ -294,11 +311,33 @@ class LaunchOptions(NamedTuple):
         """Whether agents start the workers, on hosts that the user named or that join."""
         return bool(self.hosts.entries) or self.join.listen is not None
 
+    @property
+    def programs(self) -> tuple[RankProgram, ...]:
+        """The programs of the job, in the order of their ranks."""
+        first, more = self.program, self.program.more
+        workers = max(0, self.ranks.workers - sum(one.workers for one in more))
+        return (RankProgram(first.kind, first.target, first.args, first.env, workers), *more)
+
+    def with_workers(self, workers: int) -> LaunchOptions:
+        """Return the options for hosts that turned out to have so many workers together."""
+        after = sum(one.workers for one in self.program.more)
+        if workers <= after:
+            raise ConfigError(
+                f"the hosts have {workers} slots, and the programs after the first ':' have "
+                f"{after} ranks: none is left for {self.programs[0].label}"
+            )
+        return self._replace(ranks=self.ranks._replace(workers=workers, fake_hosts=1))
+
     def validate(self) -> None:
         """Check the options against each other."""
+        if self.ranks.workers > COUNT_MAX:
+            raise ConfigError(
+                f"--workers: the programs have {self.ranks.workers} ranks together, and at most "
+                f"{COUNT_MAX} are possible"
+            )
         self.output.validate(self.origin, self.ranks.workers)
         self.hosts.validate(self.origin, self.ranks.fake_hosts, has_hosts=self.has_hosts)
-        self.ranks.validate(self.program, has_hosts=self.has_hosts)
+        self.ranks.validate(self.programs, has_hosts=self.has_hosts)
         self.program.validate(self.origin, has_hosts=self.has_hosts)
 
 

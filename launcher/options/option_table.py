@@ -418,7 +418,7 @@ def is_ip_address(text: str) -> bool:
 
 OPTIONS = (
     Option("env", ("-x", "--env"), RUN, "program.env", read_variables, "NAME[=V]|PRE*",
-           "set a variable of all ranks, or copy ours (repeat)", {},
+           "set a variable of the ranks, or copy ours (repeat)", {},
            spelling="-x, --env NAME[=V]|PRE*"),
     Option("env_clear", ("--env-clear",), RUN, "program.env_clear", read_switch, "",
            "pass only PATH, HOME and such, and those of -x", default=False),

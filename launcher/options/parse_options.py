@@ -24,6 +24,7 @@ from syncvar_launcher.options.launch_options import (
     OutputOptions,
     ProgramOptions,
     RankOptions,
+    RankProgram,
     host_count_of,
     short_name,
 )
@@ -39,13 +40,14 @@ from syncvar_launcher.options.worker_environment import env_variables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from syncvar_launcher.options.command_line import CommandLine
     from syncvar_launcher.options.hostfile import Host, Hosts
     from syncvar_launcher.options.launch_options import Allocation
 
 _KEY_FILE = ".syncvar-key"
 _HOSTFILE_NBYTES_MAX = 1 << 20
 _LAYERS = ("default", "file", "environment", "command line")
-_PATH_SETTINGS = ("trace", "auto_log", "auto_replay")
+_PATH_SETTINGS = ("trace", "auto_log", "auto_replay", "match_log", "match_replay")
 
 # The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
 # breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
@@ -157,9 +159,11 @@ def parse(
     line = read_command_line(argv)
     layers = _Layers(line.values, environ, base)
     values, origin = layers.values, layers.origin
+    more = tuple(_later_program(one, layers, environ) for one in line.more)
+    layers.later_workers = sum(one.workers for one in more)
 
     join = _join_options(layers, environ)
-    join.validate(origin, line.words)
+    join.validate(origin, [word for one in (line, *line.more) for word in one.words])
     hosts = _host_options(layers, environ, find_allocation)
     _apply_color_variables(values, origin, environ)
     runtime = _runtime(layers, environ)
@@ -170,7 +174,10 @@ def parse(
         target=line.words[0] if line.words else "",
         args=tuple(line.words[1:]),
         **{**layers.fields("program"), "cwd": layers.path("cwd") or base},
+        more=more,
     )
+    if values["workers"]:  # else the first program takes the slots that the others leave
+        values["workers"] += layers.later_workers
     options = LaunchOptions(
         program=program,
         ranks=RankOptions(**layers.fields("ranks")),
@@ -188,6 +195,18 @@ def parse(
     return options
 
 
+def _later_program(part: CommandLine, layers: _Layers, environ: Mapping[str, str]) -> RankProgram:
+    """Return a program after the first one; it has the job's variables and its own."""
+    own = env_variables(part.values.get("env", ()), environ, "command line")
+    return RankProgram(
+        kind=part.kind,
+        target=part.words[0] if part.words else "",
+        args=tuple(part.words[1:]),
+        env={**layers.shared_env, **own},
+        workers=part.values.get("workers", 1),
+    )
+
+
 class _Layers:
     """The values of all options by key, and their sources; paths are relative to `base`."""
 
@@ -196,6 +215,8 @@ class _Layers:
         self.line = line
         self.values: dict[str, Any] = {}
         self.origin: dict[str, str] = {}
+        self.shared_env: dict[str, str] = {}  # variables of all programs, not from the command line
+        self.later_workers = 0  # number of ranks of the programs after the first one
         variables_layer = _environment_layer(environ)
         path = line.get("config") or variables_layer.get("config")
         file_layer, self.file_settings = read_config_file(base / path) if path else ({}, {})
@@ -218,6 +239,7 @@ class _Layers:
                 self.values[option.key], self.origin[option.key] = layer[option.key], source
                 if option.key == "env":
                     chosen = env_variables(layer["env"], environ, source)
+                    self.shared_env |= chosen if source != "command line" else {}
                     env |= chosen
                     self.origin |= {f"env.{name}": source for name in chosen}
         self.values["env"] = env
@@ -278,7 +300,8 @@ def _host_options(
         origin["hosts"] = entries[0].origin
         if len(entries) == 1 and entries[0].name == job.here:  # the same as on one host
             if origin["workers"] == "default":
-                values["workers"], origin["workers"] = entries[0].slots, entries[0].origin
+                own = max(1, (entries[0].slots or 1) - layers.later_workers)
+                values["workers"], origin["workers"] = own, entries[0].origin
             entries, job = (), None
     if origin["ssh"] != "default" or values["ssh_always"]:
         job = None  # ssh leads to its hosts

@@ -31,7 +31,7 @@ from syncvar.core.exit_status import is_failing
 from syncvar.core.process_ids import rank_list
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.frame import PROTOCOL_VERSION
-from syncvar.protocol.membership import SETTING
+from syncvar.protocol.membership import SCRIPT, SETTING
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.runtime.communicator import Communicator, GroupHosts
 from syncvar.runtime.p2p_endpoints import EndpointTable
@@ -77,7 +77,7 @@ def join_handshake(
             pid=os.getpid(),
             host=environment.host,
             about={
-                **compatibility_fields(config),
+                **compatibility_fields(config, environment.program),
                 "shm": without_shm,
                 "host_index": environment.host_index,
                 "outside": transport.outside,
@@ -149,8 +149,11 @@ def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -
     )
 
 
-def compatibility_fields(config: RuntimeConfig) -> dict[str, int | str]:
-    """Return versions, script and settings that must be equal on all ranks (some 50 us)."""
+def compatibility_fields(config: RuntimeConfig, program: int = 0) -> dict[str, int | str]:
+    """Return versions, script and settings that must be equal on all ranks (some 50 us).
+
+    In a job of several programs, only ranks with the same one are to have the same script.
+    """
     return {
         "protocol": PROTOCOL_VERSION,
         "byte_order": sys.byteorder,
@@ -158,7 +161,7 @@ def compatibility_fields(config: RuntimeConfig) -> dict[str, int | str]:
         "syncvar": sys.modules["syncvar"].__version__,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "numpy": ".".join(np.__version__.split(".")[:2]),
-        "script": _script(),
+        f"{SCRIPT}{program or ''}": _script(),
         **{SETTING + name: value for name, value in config.shared().items()},
     }
 

@@ -1,10 +1,10 @@
 """The process that workers are forked from; it has the arguments of `worker_main`.
 
-The launcher may start it before it knows the job; the first message has the variables and
-arguments. The server imports NumPy and syncvar once (`preloaded_imports`) and reports whether it
-can fork. Then each request on the socket SYNCVAR_FORK_FD sends environment, cores and descriptors,
-and gets a PID. A forked worker unwinds to `main` here, so that exit codes, tracebacks and exit
-handlers are the interpreter's own.
+The launcher may start it before it knows the job; the first message has the variables, and the
+arguments of each program of the job. The server imports NumPy and syncvar once
+(`preloaded_imports`) and reports whether it can fork. Then each request on the socket
+SYNCVAR_FORK_FD sends environment, cores and descriptors, and gets a PID. A forked worker unwinds to
+`main` here, so that exit codes, tracebacks and exit handlers are the interpreter's own.
 
 With all workers forked, the launcher ends the server and, as a subreaper, becomes the workers'
 parent. A worker runs nothing of the script before that.
@@ -55,7 +55,7 @@ _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 def main() -> None:
     """Serve until the launcher ends this process; returns in each worker after its script."""
     end = socket.socket(fileno=int(os.environ.pop(_FORK_FD)))
-    _await_order(end)
+    programs = _await_order(end)
     shared: dict[str, Any] = {}
     atexit.register(_keep_modules, shared)  # registered first, so it runs last
     worker_main.add_folder(sys.argv[1:])  # so that this imports the same modules as the script
@@ -86,6 +86,10 @@ def main() -> None:
     end.close()
     gc.enable()
     _become(request, descriptors)
+    if request["program"]:
+        worker_main.remove_folder(programs[0])
+        _set_arguments(programs[request["program"]])
+        worker_main.add_folder(sys.argv[1:])
     preloaded.seed()
     if not os.read(begin, 1):
         os._exit(1)  # the server died before it had forked all workers
@@ -93,8 +97,11 @@ def main() -> None:
     worker_main.work()
 
 
-def _await_order(end: socket.socket) -> None:
-    """Wait for the arguments and variables of the workers."""
+def _await_order(end: socket.socket) -> list[list[str]]:
+    """Wait for the variables of the workers, and for the arguments of each program they may run.
+
+    This process takes the arguments of the first program, as nearly all workers do.
+    """
     data = end.recv(_REQUEST_MAX)
     length = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     while data and len(data) < length:
@@ -104,7 +111,14 @@ def _await_order(end: socket.socket) -> None:
         os._exit(0)
     order = msgpack.unpackb(data[_LENGTH_BYTES:], unicode_errors="surrogateescape")
     os.environ.update(order["environ"])
-    sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] = sys.argv[1:] = order["arguments"]
+    programs: list[list[str]] = order["programs"]
+    _set_arguments(programs[0])
+    return programs
+
+
+def _set_arguments(arguments: list[str]) -> None:
+    """Replace the arguments of this process, as `sys` shows them."""
+    sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] = sys.argv[1:] = arguments
 
 
 def _foreign_threads() -> str:

@@ -339,6 +339,7 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiStore | None:
     )
     address, run = environ.get("MASTER_ADDR", ""), everyone[0]["run"]
     info = LaunchInfo("MPI", rank, size, 0, 0, -1, 0, address, 0, run, way=MPI)
+    info = info._replace(program=world.Get_attr(mpi.APPNUM) or 0)
     hosts = [(one["host"], one["boot"]) for one in everyone]
     kv_store.info = add_host(info, hosts, [one["host"] for one in everyone], _MPI_REMEDY)
     return kv_store

@@ -411,6 +411,7 @@ class _Rendezvous:
             host_directory=str(path),
             host_address="" if info.host_count == 1 else self._own_address(),
             restarts=info.restarts,
+            program=info.program,
         )
         return JobIdentity(environment, secret)
 

@@ -112,9 +112,18 @@ def _run_to_end(run: Callable[[list[str]], None]) -> None:
 def add_folder(arguments: list[str]) -> None:
     """Put the folder of a script or module on the module path, as Python does."""
     if not sys.flags.safe_path:  # not with PYTHONSAFEPATH
-        is_module = arguments[0] == "-m"
-        script = os.path.realpath(arguments[0])
-        sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(script))
+        sys.path.insert(0, _folder_of(arguments))
+
+
+def remove_folder(arguments: list[str]) -> None:
+    """Take back what `add_folder` has put on the module path for another program."""
+    if not sys.flags.safe_path:
+        sys.path.remove(_folder_of(arguments))
+
+
+def _folder_of(arguments: list[str]) -> str:
+    is_module = arguments[0] == "-m"
+    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(arguments[0]))
 
 
 def _run(arguments: list[str]) -> None:

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import numpy as np
@@ -32,7 +33,7 @@ from syncvar.checkpoint.restore import RestoreOptions
 from syncvar.checkpoint.save import SINGLE_RANK_ADVICE, checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError, UsageError
 from syncvar.core.exit_status import send_status
 from syncvar.core.fork_cleanup import handle_signal, release_signal
@@ -530,9 +531,6 @@ class CheckpointManager(MigrationHintsMixin):
 
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:
     flags = np.array(mine, np.uint8)
-    largest: list[int] = communicator.perform(
-        "should_stop",
-        lambda: reduce_request(communicator, flags, "max", name="should_stop"),
-        timeout,
-    ).tolist()
+    check = partial(AllReduceCall, communicator, flags, "max", name="should_stop")
+    largest: list[int] = communicator.perform("should_stop", check, timeout).tolist()
     return largest

@@ -71,9 +71,11 @@ def stacks_text(
 ) -> str:
     """Return the stacks of all ranks and servers, equal ones once."""
     folder = answer["job"]["folder"]
+    labels = _program_labels(answer["job"].get("programs", ()))
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank in answer["ranks"]:
-        lines = [_headline(rank, folder)]
+        program = f" ({labels[rank['rank']]})" if rank["rank"] in labels else ""
+        lines = [f"{program}: {_headline(rank, folder)}"]
         for ident, is_main, raw in rank["threads"] or ():
             frames = [StackFrame(*frame) for frame in raw]
             if all_threads:
@@ -84,9 +86,15 @@ def stacks_text(
         groups.setdefault(tuple(lines), []).append(rank["rank"])
     blocks = [f"job {_named(answer['job'])}\n"]
     for (headline, *rest), ranks in groups.items():
-        blocks.append(f"{process_list(ranks)}: {headline}\n")
+        blocks.append(f"{process_list(ranks)}{headline}\n")
         blocks += [f"  {line}\n" for line in rest]
     return "".join(blocks)
+
+
+def _program_labels(programs: Sequence[tuple[str, int]]) -> dict[int, str]:
+    """Return the program of each rank; empty for a job with one program."""
+    labels = [label for label, workers in programs for _ in range(workers)]
+    return dict(enumerate(labels)) if len(programs) > 1 else {}
 
 
 def _headline(rank: Mapping[str, Any], folder: str) -> str:

@@ -20,10 +20,15 @@ direct copy" means that a rank copies a block straight from the memory of anothe
 with the C extension all blocks below 4 MiB, take two copies instead: one into shared memory and one
 out of it. So do all blocks where a rank may not read the memory of the others.
 
-A collective has a public function and two private ones. The form function returns the input that a
-persistent call takes, or None for the slow path. The request function checks the arguments before
-anything is sent, and returns a `TransferArgs` or a `ReduceArgs`. `dispatch.make_call` does the
-rest.
+A collective has a public function, which calls `dispatch.make_call`, and the class of its calls: a
+`TransferCall` moves blocks, a `ReductionCall` combines arrays. To write a new one, write these:
+
+* `form_of` returns the input that a persistent call takes, or None for the slow path.
+* `__init__` checks the arguments, before anything is sent, and describes the call by a
+  `CollectiveSpec`. With `keep` it copies the input.
+* `stages` yields the stages of a `ReductionCall`; `ends` says which ranks get a result.
+* `blocks_of` returns the arrays of a `TransferCall` in shared memory, and `finish` makes its
+  result. `slow_path` yields the stages over links, or for inputs that differ between ranks.
 
 This package imports all of them at once. A signal handler may make any call, also while another one
 is imported.

@@ -11,8 +11,8 @@ from syncvar.collectives.buckets import reduce_one, reduce_together
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import call_persistent, make_call, native_dispatch
 from syncvar.collectives.reduce_args import (
-    ReduceArgs,
     ReduceOptions,
+    ReductionCall,
     check_finite,
     checked_scale,
     contribution,
@@ -27,7 +27,6 @@ from syncvar.core.array_arguments import as_array, checked_output
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import arrays_of, flatten, is_structure, private_copy, unflatten
 from syncvar.core.reduce_ops import op_name
-from syncvar.runtime.communicator import CheckedCall
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.core.pytree import PyTree
+    from syncvar.core.pytree import PyTree, TreeDef
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator
@@ -103,127 +102,137 @@ def all_reduce(  # noqa: PLR0913  (public signature)
         >>> sv.all_reduce({"loss": 0.5, "n": 3}, "mean")["n"]
         array(3.)
     """
-    factors = (prescale, postscale, weight)
-    scales = None if all(one is None for one in factors) else factors
-    rest = (op_name(op), reproducible, scales, algorithm)
-    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, rest)
+    make: type[AllReduceCall] = _PublicCall
+    rest: tuple[Any, ...] = (op_name(op), reproducible, algorithm)
+    if prescale is not None or postscale is not None or weight is not None:
+        make, rest = _ScaledCall, (*rest, (prescale, postscale, weight))
+    return make_call(all_reduce, make, x, out, group, async_op, timeout, _foreign, rest)
 
 
-def _form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | PyTree | None:
-    op, reproducible, scales, algorithm = rest
-    if scales is None and algorithm is None and isinstance(op, str) and type(reproducible) is bool:
-        return x if type(x) is np.ndarray else form_of(x)
-    return None
+class AllReduceCall(ReductionCall):
+    """An all-reduce of an array or a pytree; `keep` copies the input."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        x: Any,
+        op: str,
+        *,
+        out: Any = None,
+        name: str = "all_reduce",
+        options: ReduceOptions = _DEFAULT,
+        keep: bool = False,
+    ) -> None:
+        self._options, self._structure, self._like = options, None, x
+        targets: list[NDArray[Any] | None]
+        if is_structure(x):
+            self._structure, leaves = flatten(x)
+            arrays = arrays_of(x, leaves)
+            reducers = [reduction_of(array, op) for array in arrays]
+            targets = [None] * len(arrays)
+            if out is not None:
+                shape_of_out, outs = flatten(out)
+                if shape_of_out != self._structure:
+                    raise ConfigError("out must have the same structure as the value")
+                targets = [
+                    checked_output(one, array.shape, reducer.result)
+                    for one, array, reducer in zip(outs, arrays, reducers, strict=True)
+                ]
+            kinds = self._structure, arrays, reducers
+            spec = describe_tree_reduction(*kinds, op, name, options)
+        else:
+            array = as_array(x)
+            reducer, spec = describe_reduction(array, op, name, options)
+            if reducer.is_locating and out is not None:
+                raise ConfigError(f"{reducer.name} gives two arrays; out cannot be given")
+            targets = [None if out is None else checked_output(out, array.shape, reducer.result)]
+            arrays, reducers = [array], [reducer]
+        if keep:
+            self._like = None if self._structure is None else private_copy(self._structure, x)
+            arrays = [array.copy() for array in arrays]
+            targets = list(map(partial(_output_for, communicator), arrays, reducers, targets))
+        self._arrays, self._reducers, self._targets = arrays, reducers, targets
+        are_same = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
+        super().__init__(communicator, spec, is_entered=are_same)
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Return the stages, which end with the results."""
+        if self._structure is not None:
+            return self._tree_stages(self._structure)
+        one = self._arrays[0], self._reducers[0], self._targets[0]
+        return reduce_one(self.communicator, *one, self._options)
+
+    def _tree_stages(self, structure: TreeDef) -> Generator[Stage, None, Any]:
+        several = self._arrays, self._reducers, self._targets
+        results = yield from reduce_together(self.communicator, *several, self._options, opens=True)
+        return unflatten(structure, results, self._like)
 
 
-def _request(communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool) -> CheckedCall:
-    """Return the request of a public call; factors wrap the plain all-reduce."""
-    op, reproducible, scales, algorithm = rest
-    options = ReduceOptions(reproducible, algorithm)
-    if scales is not None:
-        return _scaled_request(communicator, x, out, op, scales, options)
-    for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
-        check_finite(as_array(leaf), "all_reduce")
-    return reduce_request(communicator, x, op, out=out, options=options, keep=keep)
+class _PublicCall(AllReduceCall):
+    """An all-reduce of the program; `keep` copies the input."""
+
+    @staticmethod
+    def form_of(
+        _communicator: Communicator, x: Any, _out: Any, rest: Any
+    ) -> NDArray[Any] | PyTree | None:
+        op, reproducible, algorithm = rest
+        if algorithm is None and isinstance(op, str) and type(reproducible) is bool:
+            return x if type(x) is np.ndarray else form_of(x)
+        return None
+
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, op: str, *rest: Any, keep: bool
+    ) -> None:
+        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
+            check_finite(as_array(leaf), "all_reduce")
+        super().__init__(communicator, x, op, out=out, options=ReduceOptions(*rest), keep=keep)
 
 
-def _scaled_request(
-    communicator: Communicator,
-    x: Any,
-    out: Any,
-    op: str,
-    scales: tuple[Any, Any, Any],
-    options: ReduceOptions,
-) -> CheckedCall:
-    prescale, postscale, weight = scales
-    if is_structure(x):
-        raise ConfigError(
-            "prescale, postscale and weight take one array; call all_reduce for each leaf"
-        )
-    array = as_array(x)
-    reducer = reduction_of(array, op)
-    for name, scale in (("prescale", prescale), ("postscale", postscale), ("weight", weight)):
-        if scale is not None:
-            checked_scale(name, scale, array)
-    if weight is not None and not reducer.is_mean:
-        raise ConfigError(f"weight belongs to the mean, not to {reducer.name}; use prescale")
-    target = None if out is None else checked_output(out, array.shape, reducer.result)
-    if weight is None or weight:  # the input of a rank of weight 0 does not count
-        check_finite(array, "all_reduce")
-    work = contribution(array, reducer, communicator.home_rank, prescale)
-    if reducer.element_shape:
-        work, reducer = work.view(reducer.result), reducer._replace(element_shape=())
-    operand: Any = work.reshape(array.shape)
-    inner = reducer.name
-    if weight is not None:
-        factor = np.asarray(weight, work.dtype)
-        # The mean over an empty batch is NaN and has weight 0: NaN * 0 would be NaN.
-        operand = operand * factor if weight else np.zeros_like(operand)
-        operand, inner = [operand, factor.reshape(())], "sum"
-    scaled = f", scaled{'' if weight is None else ', weighted'}"
-    by = "" if postscale is None else f" by {postscale!r}"
-    name = f"all_reduce{scaled} of {reducer.source}{by}"
-    request = reduce_request(communicator, operand, inner, name=name, options=options)
+class _ScaledCall(AllReduceCall):
+    """An all-reduce of one array with the factors (prescale, postscale, weight)."""
 
-    def finish(total: Any) -> Any:
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, op: str, *rest: Any, keep: bool
+    ) -> None:
+        *choice, (prescale, postscale, weight) = rest
+        if is_structure(x):
+            raise ConfigError(
+                "prescale, postscale and weight take one array; call all_reduce for each leaf"
+            )
+        array = as_array(x)
+        reducer = reduction_of(array, op)
+        for name, scale in (("prescale", prescale), ("postscale", postscale), ("weight", weight)):
+            if scale is not None:
+                checked_scale(name, scale, array)
+        if weight is not None and not reducer.is_mean:
+            raise ConfigError(f"weight belongs to the mean, not to {reducer.name}; use prescale")
+        self._out = None if out is None else checked_output(out, array.shape, reducer.result)
+        if weight is None or weight:  # the input of a rank of weight 0 does not count
+            check_finite(array, "all_reduce")
+        work = contribution(array, reducer, communicator.home_rank, prescale)
+        if reducer.element_shape:
+            work, reducer = work.view(reducer.result), reducer._replace(element_shape=())
+        operand: Any = work.reshape(array.shape)
+        inner = reducer.name
         if weight is not None:
+            factor = np.asarray(weight, work.dtype)
+            # The mean over an empty batch is NaN and has weight 0: NaN * 0 would be NaN.
+            operand = operand * factor if weight else np.zeros_like(operand)
+            operand, inner = [operand, factor.reshape(())], "sum"
+        self._is_weighted, self._postscale = weight is not None, postscale
+        self._rule, self._shape = reducer._replace(is_mean=False), array.shape
+        scaled = f", scaled{', weighted' if self._is_weighted else ''}"
+        by = "" if postscale is None else f" by {postscale!r}"
+        name = f"all_reduce{scaled} of {reducer.source}{by}"
+        options = ReduceOptions(*choice)
+        super().__init__(communicator, operand, inner, name=name, options=options)
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        total = yield from super().stages()
+        if self._is_weighted:
             total = total[0] / total[1]  # nan where all weights are 0
         flat = np.asarray(total).reshape(-1)
-        return outcome(reducer._replace(is_mean=False), flat, 1, array.shape, target, postscale)
-
-    return request.then(finish)
-
-
-def reduce_request(
-    communicator: Communicator,
-    x: Any,
-    op: str,
-    *,
-    out: Any = None,
-    name: str = "all_reduce",
-    options: ReduceOptions = _DEFAULT,
-    keep: bool = False,
-) -> ReduceArgs:
-    """Check the arguments of an all-reduce and return the request; `keep` copies the input."""
-    if not is_structure(x):
-        array = as_array(x)
-        reducer, spec = describe_reduction(array, op, name, options)
-        if reducer.is_locating and out is not None:
-            raise ConfigError(f"{reducer.name} gives two arrays; out cannot be given")
-        target = None if out is None else checked_output(out, array.shape, reducer.result)
-        if keep:
-            array = array.copy()
-            target = _output_for(communicator, array, reducer, target)
-        body = reduce_one(communicator, array, reducer, target, options)
-        return ReduceArgs(spec, body, is_entered=array.dtype == reducer.result)
-    structure, leaves = flatten(x)
-    arrays = arrays_of(x, leaves)
-    reducers = [reduction_of(array, op) for array in arrays]
-    targets: list[NDArray[Any] | None] = [None] * len(arrays)
-    if out is not None:
-        shape_of_out, outs = flatten(out)
-        if shape_of_out != structure:
-            raise ConfigError("out must have the same structure as the value")
-        targets = [
-            checked_output(one, array.shape, reducer.result)
-            for one, array, reducer in zip(outs, arrays, reducers, strict=True)
-        ]
-    spec = describe_tree_reduction(structure, arrays, reducers, op, name, options)
-    like = x
-    if keep:
-        arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
-        targets = list(map(partial(_output_for, communicator), arrays, reducers, targets))
-
-    def together() -> Generator[Stage, None, Any]:
-        results = yield from reduce_together(
-            communicator, arrays, reducers, targets, options, opens=True
-        )
-        return unflatten(structure, results, like)
-
-    is_entered = [array.dtype for array in arrays] == [reducer.result for reducer in reducers]
-    return ReduceArgs(spec, together(), is_entered=is_entered)
+        return outcome(self._rule, flat, 1, self._shape, self._out, self._postscale)
 
 
 def _output_for(
@@ -251,30 +260,25 @@ def agree(
 
     `numbers` is flat and alike on all ranks. `spec` describes the call; None for `name`.
     """
-    make = partial(_agreement, communicator, op, name)
-    output = call_persistent(communicator, (name, op), numbers, None, timeout, make, spec)
+    check = partial(agreement_call, communicator, name, op, None, numbers)
+    output = call_persistent(communicator, (name, op), numbers, None, timeout, check, spec)
     if output is None:
-        check = partial(agreement_request, communicator, name, op, numbers, spec)
+        check = partial(agreement_call, communicator, name, op, spec, numbers)
         output = communicator.perform(spec or name, check, timeout)
     return output  # type: ignore[no-any-return]
 
 
-def _agreement(
-    communicator: Communicator, op: str, name: str, x: NDArray[Any], _out: None
-) -> ReduceArgs:
-    return reduce_request(communicator, x, op, name=name)
-
-
-def agreement_request(
+def agreement_call(
     communicator: Communicator,
     name: str,
     op: str,
-    numbers: NDArray[Any],
     spec: CollectiveSpec | None,
-) -> CheckedCall:
-    """Return the request of the slow path of `agree`."""
-    request = reduce_request(communicator, numbers, op, name=name)
-    return request if spec is None else CheckedCall(spec, request.body)
+    numbers: NDArray[Any],
+) -> AllReduceCall:
+    """Return the call of `agree`."""
+    call = AllReduceCall(communicator, numbers, op, name=name)
+    call.spec = spec or call.spec
+    return call
 
 
 register(

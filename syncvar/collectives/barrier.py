@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.dispatch import Cacheable, make_call, native_dispatch, uncacheable
-from syncvar.collectives.stage_builders import barrier_stages
+from syncvar.collectives.stage_builders import MeetingCall
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.persistent_reduce import prepare_barrier
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from syncvar.collectives.dispatch import Make
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
@@ -43,23 +40,22 @@ def barrier(
         >>> import syncvar as sv
         >>> sv.barrier()
     """
-    work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
+    work = make_call(barrier, _BarrierCall, _NOTHING, None, group, async_op, timeout, {})
     # Without the C extension the persistent call returns an empty array.
     return None if isinstance(work, np.ndarray) else work
 
 
-def _request(communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> _BarrierCall:
-    return _BarrierCall(CollectiveSpec("barrier"), barrier_stages(communicator))
+class _BarrierCall(MeetingCall, Cacheable):
+    """A barrier."""
 
+    def __init__(self, communicator: Communicator, _x: Any, _out: None, **_keep: bool) -> None:
+        super().__init__(communicator, CollectiveSpec("barrier"))
 
-class _BarrierCall(Cacheable):
-    """A checked barrier."""
+    @staticmethod
+    def form_of(_communicator: Communicator, x: Any, _out: None, _rest: Any) -> Any:
+        return x
 
-    __slots__ = ()
-
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any], make: Make
-    ) -> PreparedCall | None:
-        if communicator.forced("barrier") is None:
-            return prepare_barrier(communicator, self.spec)
+    def prepared(self, _like: Any) -> PreparedCall | None:
+        if self.communicator.forced("barrier") is None:
+            return prepare_barrier(self.communicator, self.spec)
         return uncacheable

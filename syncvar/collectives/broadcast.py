@@ -13,15 +13,7 @@ from syncvar.collectives.stage_builders import (
     exchange,
     require_same,
 )
-from syncvar.collectives.transfer_args import (
-    UNMOVED,
-    TransferArgs,
-    detail_of,
-    fits_out,
-    moves,
-    plain_form,
-    result_buffer,
-)
+from syncvar.collectives.transfer_args import UNMOVED, TransferCall, detail_of, moves, result_buffer
 from syncvar.core.array_arguments import deliver
 from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
@@ -90,34 +82,53 @@ def broadcast(
         array([0, 1, 2])
     """
     rest = (root, algorithm)
-    return make_call(
-        broadcast, plain_form, broadcast_request, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(broadcast, BroadcastCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-def broadcast_request(
-    communicator: Communicator,
-    x: Any,
-    out: Any = None,
-    root: int = 0,
-    algorithm: str | None = None,
-    *,
-    keep: bool = False,
-    name: str = "broadcast",
-) -> TransferArgs:
-    """Check the arguments of a broadcast and return the request; `keep` copies the root's input."""
-    root = checked_root(root, communicator)
-    is_root = communicator.member_rank == root
-    if x is None and is_root:
-        raise ConfigError(f"the root (rank {root}) must pass a value, not None")
-    structure, arrays = (None, []) if x is None else arrays_in(x, out)
-    record, skeleton = _described(structure, arrays)
-    like = x if structure is None or not keep else private_copy(structure, x)
-    if keep and is_root:
-        arrays = [array.copy() for array in arrays]
+class BroadcastCall(TransferCall):
+    """A broadcast; `keep` copies the root's input."""
 
-    def general() -> Generator[Stage, None, Any]:
-        records = yield from exchange(communicator, record)
+    def __init__(
+        self,
+        communicator: Communicator,
+        x: Any,
+        out: Any = None,
+        root: int = 0,
+        algorithm: str | None = None,
+        *,
+        keep: bool = False,
+        name: str = "broadcast",
+    ) -> None:
+        self._name, self._algorithm = name, algorithm
+        self._root = root = checked_root(root, communicator)
+        self._is_root = is_root = communicator.member_rank == root
+        if x is None and is_root:
+            raise ConfigError(f"the root (rank {root}) must pass a value, not None")
+        structure, arrays = (None, []) if x is None else arrays_in(x, out)
+        self._record, self._skeleton = _described(structure, arrays)
+        self._like = None  # the pytree of this rank
+        if structure is not None:
+            self._like = private_copy(structure, x) if keep else x
+        if keep and is_root:
+            arrays = [array.copy() for array in arrays]
+        layout = None
+        if moves(communicator, "broadcast", algorithm):
+            is_array = self._record.kind == ARRAY
+            layout = _layout(arrays[0], root, is_root=is_root) if is_array else UNMOVED
+        shown = "None" if x is None else "structure"
+        spec = _spec(
+            name, root, algorithm, shown if x is None or structure is not None else arrays[0]
+        )
+        super().__init__(communicator, spec, layout, arrays, out)
+
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        """Return the arrays of a call with such inputs."""
+        return broadcast_blocks(parts[0], out, is_root=self._is_root)
+
+    def slow_path(self) -> Generator[Stage, None, Any]:
+        """Yield a header round, then the stages of the value."""
+        communicator, name, root = self.communicator, self._name, self._root
+        records = yield from exchange(communicator, self._record)
         values = [one for one in records if one.kind != NOTHING]
         if any(one != records[root] for one in values):
             require_same(communicator, f"{name} from rank {root}", records, records)
@@ -125,29 +136,37 @@ def broadcast_request(
         if theirs.kind == BYTES:
             members = communicator.members
             absent = [members[rank] for rank, one in enumerate(records) if one.kind == NOTHING]
-            body = _structure_body(communicator, arrays, skeleton, root, like, name, absent)
-            return (yield from body)
+            return (yield from self._tree_stages(absent))
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) passes no value")
-        dtype = dtype_from_index(theirs.dtype)
+        mine, dtype = self.inputs[0] if self._is_root else None, dtype_from_index(theirs.dtype)
         result = yield from broadcast_flat(
-            communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm
+            communicator, mine, theirs.shape, dtype, root, self._algorithm
         )
         # `out` is checked only now: other ranks may be waiting for data that this rank forwards.
-        return deliver(result, out)
+        return deliver(result, self.out)
 
-    layout = None
-    if moves(communicator, "broadcast", algorithm):
-        layout = _layout(arrays[0], root, is_root=is_root) if record.kind == ARRAY else UNMOVED
-    shown = "None" if x is None else "structure"
-    return TransferArgs(
-        _spec(name, root, algorithm, shown if x is None or structure is not None else arrays[0]),
-        layout,
-        arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),
-        finish=lambda output: deliver(output, out),
-        general=general,
-        front=lambda x, out: fits_out(broadcast_blocks(x, out, is_root=is_root), out),
-    )
+    def _tree_stages(self, absent: list[int]) -> Generator[Stage, None, Any]:
+        """Yield the stages of a pytree; the ranks `absent` pass None."""
+        communicator, root = self.communicator, self._root
+        skeleton = yield from broadcast_bytes(communicator, self._skeleton, root)
+        plain, kinds = unpack_object(skeleton)
+        structure = structure_from_plain(plain)
+        if absent and holds_dataclass(structure):  # all ranks see it, so all raise
+            member, tree = communicator.members[root], describe(structure)
+            shown = f"{self._name}: the root (rank {member}) passes {tree}"
+            verb = "passes" if len(absent) == 1 else "pass"
+            ranks = f"rank {', '.join(map(str, absent))}, which {verb}"
+            raise MismatchError(
+                f"{shown}, and classes of dataclasses are not sent: pass one with arrays of the "
+                f"same shapes on {ranks} None; or a dict: dataclasses.asdict(x)"
+            )
+        results = []
+        for place, (index, shape) in enumerate(kinds):
+            mine, dtype = self.inputs[place] if self._is_root else None, dtype_from_index(index)
+            whole = yield from broadcast_flat(communicator, mine, tuple(shape), dtype, root)
+            results.append(whole)
+        return unflatten(structure, results, self._like)
 
 
 def _described(structure: TreeDef | None, arrays: list[NDArray[Any]]) -> tuple[InputRecord, bytes]:
@@ -186,33 +205,6 @@ def broadcast_blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
         return Blocks(array, (array,))
     output = result_buffer(out, array.shape, array.dtype, array)
     return Blocks(output, (array,), own=array, own_target=output)
-
-
-def _structure_body(
-    communicator: Communicator,
-    arrays: list[NDArray[Any]],
-    skeleton: bytes,
-    root: int,
-    like: Any,
-    name: str,
-    absent: list[int],
-) -> Generator[Stage, None, Any]:
-    is_root = communicator.member_rank == root
-    plain, kinds = unpack_object((yield from broadcast_bytes(communicator, skeleton, root)))
-    structure = structure_from_plain(plain)
-    if absent and holds_dataclass(structure):  # all ranks see it, so all raise
-        shown = f"{name}: the root (rank {communicator.members[root]}) passes {describe(structure)}"
-        ranks = f"rank {', '.join(map(str, absent))}, which pass{'es' if len(absent) == 1 else ''}"
-        raise MismatchError(
-            f"{shown}, and classes of dataclasses are not sent: pass one with arrays of the same "
-            f"shapes on {ranks} None; or a dict: dataclasses.asdict(x)"
-        )
-    results = []
-    for place, (index, shape) in enumerate(kinds):
-        mine = arrays[place] if is_root else None
-        dtype = dtype_from_index(index)
-        results.append((yield from broadcast_flat(communicator, mine, tuple(shape), dtype, root)))
-    return unflatten(structure, results, like)
 
 
 register(

@@ -1,8 +1,7 @@
 """Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
 `make_call` runs the persistent call of a repeated call. On the first call it builds one from the
-request of the call; `TransferArgs` and `ReduceArgs` can be built. Every other call runs its
-request.
+request of the call, if that is `Cacheable`. Every other call runs its request.
 """
 
 from __future__ import annotations
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.work import Work
-
-    Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -42,16 +38,16 @@ _NUMBERS = frozenset((float, int, bool, complex))
 class Cacheable(CheckedCall):
     """A checked call for whose repetitions a persistent call can be built."""
 
-    __slots__ = ()
-
     is_entered = True
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
-    def prepared(self, communicator: Communicator, like: Any, make: Make) -> PreparedCall | None:
-        """Return a persistent call for inputs like `like`, or None, or `uncacheable`.
+    @staticmethod
+    def form_of(_communicator: Communicator, _x: Any, _out: Any, _rest: Any, /) -> Any:
+        """Return a persistent call's input, which has a dtype and a shape; None if it has none."""
+        return None
 
-        `make` takes (x, out) and returns the request of such a call.
-        """
+    def prepared(self, like: Any) -> PreparedCall | None:
+        """Return a persistent call for inputs like `like`, or None, or `uncacheable`."""
         raise NotImplementedError
 
 
@@ -74,8 +70,7 @@ def native_dispatch(**options: Any) -> Callable[[Function], Function]:
 
 def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; hot path)
     public: Callable[..., Any],
-    form_of: Callable[..., Any] | None,
-    make: Callable[..., Any],
+    make: Any,
     x: Any,
     out: Any,
     group: Any,
@@ -88,12 +83,8 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
 
     Args:
         public: The public function.
-        form_of: Function of (communicator, x, out, rest). It returns a persistent call's input,
-            which has a dtype and a shape, or None for the slow path. None: all calls have one
-            input.
-        make: Function of (communicator, x, out, *rest, keep=...) that checks the arguments. It
-            returns a `CheckedCall`, or a `Cacheable` where there is a form. `keep` copies the
-            input.
+        make: The subclass of `Cacheable`. It takes (communicator, x, out, *rest, keep=...) and
+            checks the arguments; `keep` copies the input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
         rest: The other arguments; the C extension looks up calls by the first one and the array.
@@ -102,26 +93,26 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
         raise unexpected_keyword(public, foreign)
     communicator = communicator_of(group)
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
-        form = x if form_of is None else form_of(communicator, x, out, rest)
+        form = make.form_of(communicator, x, out, rest)
         if form is not None:
-
-            def build(x: Any, out: Any) -> Any:
-                return make(communicator, x, out, *rest, keep=False)
-
-            ready = _ready(communicator, (make, rest), form, x, out, build, public, rest)
+            key = key_of((make, rest), form)
+            ready: Any = communicator.prepared_calls.get(key)
+            if ready is None:
+                check = partial(make, communicator, x, out, *rest, keep=False)
+                ready = _prepare(communicator, key, form, check, public, rest)
+            else:
+                recall(public, ready)
             if ready is not None:
-                result: Any
-                if async_op:
-                    result = _begin_async(ready, form, out, timeout)
-                else:
+                result: Any = None
+                if not async_op:
                     result = ready(form, out, None, timeout)
+                elif ready is not uncacheable:
+                    result = ready.begin(form, out, timeout, own_site())
                 if result is not None:  # None: nothing was done, so the slow path follows
                     return None if result is NOTHING else result
     if is_foreign(x, out):
-
-        def again(x: Any, out: Any = None) -> Any:
-            return make_call(public, form_of, make, x, out, group, async_op, timeout, {}, rest)
-
+        options = {"group": group, "async_op": async_op, "timeout": timeout, "rest": rest}
+        again = partial(make_call, public, make, out=None, foreign={}, **options)
         return call_with_numpy(again, x, out)
     check = partial(make, communicator, x, out, *rest, keep=async_op)
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
@@ -133,7 +124,7 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     form: Any,
     out: Any,
     timeout: float | None,
-    make: Make,
+    check: Callable[[], Cacheable],
     spec: CollectiveSpec | None = None,
     *,
     public: Any = None,
@@ -141,11 +132,16 @@ def call_persistent(  # noqa: PLR0913  (hot path)
 ) -> Any:
     """Make a call by its persistent call; return None, having done nothing, if there is none.
 
-    `make` is a function of (x, out) that returns the request, to build the call or to continue it.
+    `check` checks the arguments and returns the request, from which the persistent call is built.
     `spec` describes this call; None: the spec of the request does. From now on the C dispatch of
     `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for `make_call`.
     """
-    ready = _ready(communicator, key, form, form, out, make, public, rest)
+    whole_key = key_of(key, form)
+    ready = communicator.prepared_calls.get(whole_key)
+    if ready is None:
+        ready = _prepare(communicator, whole_key, form, check, public, rest)
+    elif public is not None:
+        recall(public, ready)
     if ready is None or not (timeout is None or is_seconds(timeout)):
         return None
     return ready(form, out, spec, timeout)
@@ -159,29 +155,20 @@ def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
     return (*key, form.dtype, form.shape)
 
 
-def _ready(  # noqa: PLR0913, PLR0917  (hot path)
+def _prepare(
     communicator: Communicator,
     key: tuple[Hashable, ...],
     form: Any,
-    x: Any,
-    out: Any,
-    make: Make,
+    check: Callable[[], Cacheable],
     public: Any,
     rest: tuple[Any, ...],
 ) -> PreparedCall | None:
-    """Return the persistent call of a key, and show it to the C dispatch of the public function."""
-    whole_key = key_of(key, form)
-    ready = communicator.prepared_calls.get(whole_key)
-    if ready is not None:
-        if public is not None:
-            recall(public, ready)
-        return ready
+    """Build the persistent call of a key, and show it to the C dispatch of the public function."""
     if not communicator.prepares or not communicator.is_shared:
         return None
     try:
-        request = make(x, out)
-        request.body.close()
-        call = communicator.keep_prepared(whole_key, request.prepared(communicator, form, make))
+        request = check()
+        call = communicator.keep_prepared(key, request.prepared(form))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
@@ -189,11 +176,6 @@ def _ready(  # noqa: PLR0913, PLR0917  (hot path)
     if public is not None and request.is_entered and not any(rest[1:]):
         remember(public, rest[0] if rest else None, call, communicator.prepared_calls)
     return call
-
-
-def _begin_async(ready: Any, x: Any, out: Any, timeout: float | None) -> Work | None:
-    """Begin a persistent call asynchronously; None if nothing was done."""
-    return None if ready is uncacheable else ready.begin(x, out, timeout, own_site())
 
 
 def plain_array(x: Any) -> NDArray[Any] | None:
@@ -212,3 +194,12 @@ def plain_array(x: Any) -> NDArray[Any] | None:
         return np.asarray(x)
     except (ValueError, TypeError, OverflowError):  # the slow path informs the group
         return None
+
+
+def plain_form(
+    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
+) -> NDArray[Any] | None:
+    """Return the array of a call with an op, a root, or both, and no algorithm; else None."""
+    *options, algorithm = rest
+    is_plain = all(isinstance(one, str) or type(one) is int for one in options)
+    return plain_array(x) if is_plain and algorithm is None else None

@@ -12,9 +12,9 @@ from syncvar.collectives.dispatch import make_call, native_dispatch, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import exchange, gather_flat, require_same
 from syncvar.collectives.transfer_args import (
-    TransferArgs,
+    TransferCall,
     detail_of,
-    fits_out,
+    even_parts,
     moves,
     result_buffer,
 )
@@ -77,80 +77,106 @@ def all_gather(
         (1,)
     """
     rest = (axis, algorithm)
-    return make_call(
-        all_gather, _form, gather_request, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(all_gather, AllGatherCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-def _form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    """Return the array of a gather along axis 0, or None for any other gather."""
-    *numbers, algorithm = rest  # the axis is the last number
-    is_plain = algorithm is None and all(type(one) is int for one in numbers)
-    array = plain_array(x) if is_plain else None
-    if array is None or numbers[-1] not in (0, -max(1, array.ndim)):
-        return None
-    return array if array.ndim else array.reshape(1)
+class AllGatherCall(TransferCall):
+    """An all-gather, or a gather to `root`; `keep` copies the input."""
 
-
-def gather_request(  # noqa: PLR0913  (the arguments of two public calls)
-    communicator: Communicator,
-    x: Any,
-    out: Any = None,
-    axis: int = 0,
-    algorithm: str | None = None,
-    *,
-    keep: bool = False,
-    name: str = "all_gather",
-    root: int | None = None,
-) -> TransferArgs:
-    """Check the arguments of an all-gather, or of a gather to `root`; `keep` copies the input."""
-    target = None if root is None else checked_root(root, communicator)
-    structure, arrays, axes, kinds = _along_axis(x, axis, out)
-    size, rank, like = communicator.size, communicator.member_rank, x
-    gets = target in (None, rank)
-    if keep:
-        arrays, like = [array.copy() for array in arrays], private_copy(structure, x)
-
-    def finish(output: NDArray[Any]) -> Any:
-        return deliver(output if axes[0] == 0 else _turned(output, axes[0]), out) if gets else None
-
-    def general() -> Generator[Stage, None, Any]:
-        results = []
-        for array, place in zip(arrays, axes, strict=True):
-            output = yield from _gathered(communicator, array, place, name, target, algorithm)
-            results.append(output)
-        if not gets:
+    @staticmethod
+    def form_of(_communicator: Communicator, x: Any, _out: Any, rest: Any) -> NDArray[Any] | None:
+        """Return the array of a gather along axis 0, or None for any other gather."""
+        *numbers, algorithm = rest  # the axis is the last number
+        is_plain = algorithm is None and all(type(one) is int for one in numbers)
+        array = plain_array(x) if is_plain else None
+        if array is None or numbers[-1] not in (0, -max(1, array.ndim)):
             return None
-        if structure is None:
-            return deliver(results[0], out)
-        return unflatten(structure, results, like)
+        return array if array.ndim else array.reshape(1)
 
-    collective = "all_gather" if target is None else "gather"
-    spec = CollectiveSpec(
-        name,
-        root=-1 if target is None else target,
-        algorithm=algorithm,
-        structure=structure,
-        options=(int(axis),),
-        is_uniform=False,
-        shown=(kinds, f"axis {axis}", *([] if target is None else [f"root {target}"])),
-    )
-    if structure is None:
-        array = arrays[0]
-        spec = spec._replace(dtype=kinds, shape=array.shape, elements=array.size)
-    is_moved = structure is None and moves(communicator, collective, algorithm)
-    return TransferArgs(
-        spec,
-        gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
-        arrange=lambda: gathered_blocks(
-            np.moveaxis(arrays[0], axes[0], 0), out if axes[0] == 0 else None, size, rank, target
-        ),
-        finish=finish,
-        general=general,
-        front=lambda x, out: fits_out(gathered_blocks(x, out, size, rank, target), out),
-    )
+    def __init__(  # noqa: PLR0913  (the arguments of two public calls)
+        self,
+        communicator: Communicator,
+        x: Any,
+        out: Any = None,
+        axis: int = 0,
+        algorithm: str | None = None,
+        *,
+        keep: bool = False,
+        name: str = "all_gather",
+        root: int | None = None,
+    ) -> None:
+        self._name, self._algorithm = name, algorithm
+        self._root = root = None if root is None else checked_root(root, communicator)
+        structure, arrays, self._axes, kinds = _along_axis(x, axis, out)
+        size, rank = communicator.size, communicator.member_rank
+        self._gets = root in (None, rank)
+        if keep:
+            arrays = [array.copy() for array in arrays]
+        self._structure, self._like = structure, None  # of a pytree
+        spec = CollectiveSpec(
+            name,
+            root=-1 if root is None else root,
+            algorithm=algorithm,
+            structure=structure,
+            options=(int(axis),),
+            is_uniform=False,
+            shown=(kinds, f"axis {axis}", *([] if root is None else [f"root {root}"])),
+        )
+        layout = None
+        if structure is not None:
+            self._like = private_copy(structure, x) if keep else x
+        else:
+            array = arrays[0]
+            spec = spec._replace(dtype=kinds, shape=array.shape, elements=array.size)
+            if moves(communicator, "all_gather" if root is None else "gather", algorithm):
+                layout = gathered_layout(array, self._axes[0], size, rank, root)
+        super().__init__(communicator, spec, layout, arrays, out)
+
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        """Return the arrays of a gather along axis 0."""
+        return gathered_blocks(parts[0], out, self.size, self.rank, self._root)
+
+    def arrange(self) -> Blocks:
+        """Return the arrays of this call."""
+        axis = self._axes[0]
+        moved = np.moveaxis(self.inputs[0], axis, 0)
+        return self.blocks_of([moved], self.out if axis == 0 else None)
+
+    def finish(self, output: NDArray[Any]) -> Any:
+        """Return the concatenation along the axis, None on a rank that is not the root."""
+        if not self._gets:
+            return None
+        return deliver(_turned(output, self._axes[0]), self.out)
+
+    def slow_path(self) -> Generator[Stage, None, Any]:
+        """Yield the stages for lengths that may differ, array by array."""
+        results = []
+        for array, axis in zip(self.inputs, self._axes, strict=True):
+            output = yield from self._gathered(array, axis)
+            results.append(output)
+        if not self._gets:
+            return None
+        if self._structure is None:
+            return deliver(results[0], self.out)
+        return unflatten(self._structure, results, self._like)
+
+    def _gathered(self, array: NDArray[Any], axis: int) -> Generator[Stage, None, NDArray[Any]]:
+        """Concatenate arrays on the root, or on every rank if there is none."""
+        communicator = self.communicator
+        records = yield from exchange(communicator, array_record(array))
+        same = [
+            (one.kind, one.dtype, len(one.shape), one.shape[:axis], one.shape[axis + 1 :])
+            for one in records
+        ]
+        text = f"{self._name}: only lengths along axis {axis} may differ"
+        require_same(communicator, text, same, records)
+        moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
+        lengths = [record.shape[axis] for record in records]
+        row = prod(moved.shape[1:])
+        counts = tuple(length * row for length in lengths)
+        mine = moved.reshape(-1)
+        flat = yield from gather_flat(communicator, mine, counts, self._root, self._algorithm)
+        return _turned(flat.reshape((sum(lengths), *moved.shape[1:])), axis)
 
 
 def _along_axis(
@@ -171,32 +197,9 @@ def _along_axis(
     return structure, arrays, axes, kinds
 
 
-def _gathered(
-    communicator: Communicator,
-    array: NDArray[Any],
-    axis: int,
-    name: str,
-    root: int | None,
-    algorithm: str | None = None,
-) -> Generator[Stage, None, NDArray[Any]]:
-    """Concatenate arrays on `root`, or on every rank if `root` is None."""
-    records = yield from exchange(communicator, array_record(array))
-    same = [
-        (one.kind, one.dtype, len(one.shape), one.shape[:axis], one.shape[axis + 1 :])
-        for one in records
-    ]
-    require_same(communicator, f"{name}: only lengths along axis {axis} may differ", same, records)
-    moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
-    lengths = [record.shape[axis] for record in records]
-    row = prod(moved.shape[1:])
-    counts = tuple(length * row for length in lengths)
-    flat = yield from gather_flat(communicator, moved.reshape(-1), counts, root, algorithm)
-    whole = flat.reshape((sum(lengths), *moved.shape[1:]))
-    return whole if axis == 0 else _turned(whole, axis)
-
-
 def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
-    return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
+    """Return the concatenation along `axis` of one along axis 0."""
+    return whole if axis == 0 else np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
 
 def other_ranks(size: int, rank: int) -> tuple[tuple[int, int], ...]:
@@ -221,9 +224,9 @@ def gathered_blocks(
     outgoing = () if rank == root else (array,)
     if root not in (None, rank):
         return Blocks(NOTHING, outgoing)
-    rows = array.shape[0]
-    output = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
-    parts = [output[rows * peer : rows * (peer + 1)] for peer in range(size)]
+    shape = (size * array.shape[0], *array.shape[1:])
+    output = result_buffer(out, shape, array.dtype, array)
+    parts = even_parts(output, size)
     return Blocks(output, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])
 
 
@@ -266,15 +269,16 @@ def gather(  # noqa: PLR0913  (public signature)
         array([0, 1, 2])
     """
     rest = (root, axis, algorithm)
-    return make_call(
-        gather, _form, _rooted_request, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(gather, _GatherCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-def _rooted_request(
-    communicator: Communicator, x: Any, out: Any, root: int, *rest: Any, keep: bool
-) -> TransferArgs:
-    return gather_request(communicator, x, out, *rest, keep=keep, name="gather", root=root)
+class _GatherCall(AllGatherCall):
+    """A gather to `root`; `keep` copies the input."""
+
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, root: int, *rest: Any, keep: bool
+    ) -> None:
+        super().__init__(communicator, x, out, *rest, keep=keep, name="gather", root=root)
 
 
 register(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, uncacheable
+from syncvar.collectives.dispatch import make_call
 from syncvar.collectives.groups import Mesh
 from syncvar.collectives.stage_builders import exchange, require_same
-from syncvar.collectives.transfer_args import TransferArgs, detail_of, moves, result_buffer
+from syncvar.collectives.transfer_args import TransferCall, detail_of, moves, result_buffer
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.fixed_records import array_record
@@ -69,9 +69,8 @@ def neighbor_all_gather(
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_allgather`).
     """
     rest = (mesh, periodic, "neighbor_all_gather")
-    return make_call(
-        neighbor_all_gather, uncacheable, _request, x, out, None, async_op, timeout, _foreign, rest
-    )
+    call = _NeighborCall
+    return make_call(neighbor_all_gather, call, x, out, None, async_op, timeout, _foreign, rest)
 
 
 def neighbor_all_to_all(
@@ -116,9 +115,8 @@ def neighbor_all_to_all(
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_alltoall`).
     """
     rest = (mesh, periodic, "neighbor_all_to_all")
-    return make_call(
-        neighbor_all_to_all, uncacheable, _request, x, out, None, async_op, timeout, _foreign, rest
-    )
+    call = _NeighborCall
+    return make_call(neighbor_all_to_all, call, x, out, None, async_op, timeout, _foreign, rest)
 
 
 def neighbors(
@@ -158,107 +156,90 @@ def _checked_rings(mesh: Any, periodic: Any, size: int) -> tuple[bool, ...]:
     return tuple(rings)
 
 
-def _request(  # noqa: PLR0913  (the arguments of two public calls)
-    communicator: Communicator, x: Any, out: Any, mesh: Any, periodic: Any, name: str, *, keep: bool
-) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the input."""
-    rings = _checked_rings(mesh, periodic, communicator.size)
-    array = as_array(x).copy() if keep else as_array(x)
-    array_record(array)  # raises for too many dimensions
-    slots, is_gather = 2 * len(rings), name == "neighbor_all_gather"
-    if not is_gather and array.shape[:1] != (slots,):
-        raise ConfigError(
-            f"{name} needs an array with a block for each of {slots} neighbours along axis 0, "
-            f"not one of shape {array.shape}"
+class _NeighborCall(TransferCall):
+    """A call of one of the two collectives; `keep` copies the input."""
+
+    # `inputs`: the block for each neighbour of this rank, all of one shape.
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+    ) -> None:
+        mesh, periodic, name = rest
+        rings = _checked_rings(mesh, periodic, communicator.size)
+        array = as_array(x).copy() if keep else as_array(x)
+        array_record(array)  # raises for too many dimensions
+        slots, is_gather = 2 * len(rings), name == "neighbor_all_gather"
+        if not is_gather and array.shape[:1] != (slots,):
+            raise ConfigError(
+                f"{name} needs an array with a block for each of {slots} neighbours along axis 0, "
+                f"not one of shape {array.shape}"
+            )
+        blocks = [array] * slots if is_gather else [array[slot, ...] for slot in range(slots)]
+        if out is not None:
+            checked_output(out, (slots, *blocks[0].shape), array.dtype)
+        spec = CollectiveSpec(
+            name,
+            options=(mesh.shape, rings),
+            dtype=array.dtype.name,
+            shape=array.shape,
+            elements=array.size,
+            is_uniform=False,
+            shown=(array.dtype.name, f"mesh {mesh.shape}", f"periodic {rings}"),
         )
-    blocks = [array] * slots if is_gather else [array[slot, ...] for slot in range(slots)]
-    shape, dtype, layout = blocks[0].shape, array.dtype, None
-    if out is not None:
-        checked_output(out, (slots, *shape), dtype)
-    tables = [neighbors(mesh.shape, rings, rank) for rank in range(communicator.size)]
-    published = 1 if is_gather else slots
-    call = _NeighborCall(communicator, name, blocks, published, tables, out)
-    if moves(communicator, "all_to_all"):
-        takes = tuple((peer, 0 if is_gather else slot ^ 1) for slot, peer in call.others())
-        detail = detail_of(dtype, shape)
-        layout = TransferLayout(detail, dtype, shape, published, takes, most_takes=slots)
-    spec = CollectiveSpec(
-        name,
-        options=(mesh.shape, rings),
-        dtype=dtype.name,
-        shape=array.shape,
-        elements=array.size,
-        is_uniform=False,
-        shown=(dtype.name, f"mesh {mesh.shape}", f"periodic {rings}"),
-    )
-    return TransferArgs(
-        spec,
-        layout,
-        arrange=call.arrange,
-        finish=lambda output: deliver(output, out),
-        general=call.general,
-    )
+        super().__init__(communicator, spec, None, blocks, out)
+        self._name = name
+        # The neighbours of each rank, and (slot, neighbour) of this rank's, without itself.
+        self._tables = [neighbors(mesh.shape, rings, rank) for rank in range(communicator.size)]
+        mine = enumerate(self._tables[self.rank])
+        self._others = [(slot, peer) for slot, peer in mine if peer not in (None, self.rank)]
+        self._published = 1 if is_gather else slots  # number of different blocks
+        if moves(communicator, "all_to_all"):
+            takes = tuple((peer, 0 if is_gather else slot ^ 1) for slot, peer in self._others)
+            shape, dtype, published = blocks[0].shape, array.dtype, self._published
+            detail = detail_of(dtype, shape)
+            self.layout = TransferLayout(detail, dtype, shape, published, takes, most_takes=slots)
 
-
-class _NeighborCall(NamedTuple):
-    """One call: the blocks of this rank for its neighbours, and where those of others go."""
-
-    communicator: Communicator
-    name: str
-    blocks: list[NDArray[Any]]  # for each neighbour of this rank, all of one shape
-    published: int  # number of different blocks: all, or 1
-    tables: list[tuple[int | None, ...]]  # the neighbours of each rank
-    out: NDArray[Any] | None
-
-    def others(self) -> list[tuple[int, int]]:
-        """Return (slot, neighbour) for all neighbours but this rank itself."""
-        rank = self.communicator.member_rank
-        mine = enumerate(self.tables[rank])
-        return [(slot, peer) for slot, peer in mine if peer is not None and peer != rank]
-
-    def buffer(self) -> NDArray[Any]:
+    def _buffer(self) -> NDArray[Any]:
         """Return the output, complete except for the blocks of other ranks."""
-        rank, block = self.communicator.member_rank, self.blocks[0]
-        shape = (len(self.blocks), *block.shape)
-        output = result_buffer(self.out, shape, block.dtype, *self.blocks)
-        for slot, peer in enumerate(self.tables[rank]):
-            if peer == rank:
-                output[slot] = self.blocks[slot ^ 1]
-            elif peer is None and output is not self.out:
-                output[slot] = 0 if self.out is None else self.out[slot]
+        blocks, out = self.inputs, self.out
+        shape = (len(blocks), *blocks[0].shape)
+        output = result_buffer(out, shape, blocks[0].dtype, *blocks)
+        for slot, peer in enumerate(self._tables[self.rank]):
+            if peer == self.rank:
+                output[slot] = blocks[slot ^ 1]
+            elif peer is None and output is not out:
+                output[slot] = 0 if out is None else out[slot]
         return output
 
     def arrange(self) -> Blocks:
-        """Return the arrays of a call in shared memory."""
-        output = self.buffer()
-        targets = [output[slot, ...] for slot, _ in self.others()]
-        return Blocks(output, self.blocks[: self.published], targets)
+        output = self._buffer()
+        targets = [output[slot, ...] for slot, _ in self._others]
+        return Blocks(output, self.inputs[: self._published], targets)
 
-    def general(self) -> Generator[Stage, None, Any]:
-        """Yield the stages over links: a header round, then an all-to-all among neighbours."""
-        communicator, rank = self.communicator, self.communicator.member_rank
-        records = yield from exchange(communicator, array_record(self.blocks[0]))
+    def slow_path(self) -> Generator[Stage, None, Any]:
+        # A header round, then an all-to-all among neighbours.
+        communicator, rank, blocks = self.communicator, self.rank, self.inputs
+        records = yield from exchange(communicator, array_record(blocks[0]))
         kinds = [(one.kind, one.dtype, one.shape) for one in records]
-        text = f"{self.name}: the arrays must have one shape and dtype on all ranks"
+        text = f"{self._name}: the arrays must have one shape and dtype on all ranks"
         require_same(communicator, text, kinds, records)
-        count, ranks = self.blocks[0].size, range(communicator.size)
+        count, ranks = blocks[0].size, range(self.size)
         # Counted by the slots of the receiver; nothing goes from a rank to itself.
         matrix = tuple(
-            tuple(count * self.tables[dest].count(rank) * (rank != dest) for dest in ranks)
+            tuple(count * self._tables[dest].count(rank) * (rank != dest) for dest in ranks)
             for rank in ranks
         )
         outgoing = [
-            self.blocks[slot ^ 1].reshape(-1)
+            blocks[slot ^ 1].reshape(-1)
             for dest in ranks
-            for slot, peer in enumerate(self.tables[dest])
+            for slot, peer in enumerate(self._tables[dest])
             if peer == rank != dest
         ]
-        incoming = sorted((peer, slot) for slot, peer in self.others())
-        work = np.empty(count * (len(outgoing) + len(incoming)), self.blocks[0].dtype)
+        incoming = sorted((peer, slot) for slot, peer in self._others)
+        work = np.empty(count * (len(outgoing) + len(incoming)), blocks[0].dtype)
         if outgoing:
             np.concatenate(outgoing, out=work[: count * len(outgoing)])
         yield Stage(communicator.plan("all_to_all", matrix, work.itemsize), work)
-        output = self.buffer()
+        output = self._buffer()
         for place, (_, slot) in enumerate(incoming, len(outgoing)):
             output[slot] = work[count * place : count * (place + 1)].reshape(output[slot].shape)
         return deliver(output, self.out)

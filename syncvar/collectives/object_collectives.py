@@ -7,7 +7,8 @@ PyTorch and JAX, which arrive as such.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -23,19 +24,26 @@ from syncvar.collectives.stage_builders import (
     gather_bytes,
     scatter_flat,
 )
-from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, moves
+from syncvar.collectives.transfer_args import (
+    UNMOVED,
+    TransferCall,
+    detail_of,
+    even_parts,
+    moves,
+    result_buffer,
+)
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.collective_spec import CollectiveSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import CheckedCall, Communicator
+    from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
 _HEAD_BYTES = HEAD.size
@@ -66,7 +74,7 @@ def all_gather_object(
         >>> sv.all_gather_object({"rank": sv.rank()})
         [{'rank': 0}]
     """
-    return _call(_ALL_GATHER, o, None, group, timeout, async_op=async_op)
+    return _call(_AllGatherObjectCall, o, None, group, timeout, async_op=async_op)
 
 
 def broadcast_object(
@@ -99,7 +107,7 @@ def broadcast_object(
         >>> sv.broadcast_object([1, "two"])
         [1, 'two']
     """
-    return _call(_BROADCAST, o, root, group, timeout, async_op=async_op)
+    return _call(_BroadcastObjectCall, o, root, group, timeout, async_op=async_op)
 
 
 def gather_object(
@@ -132,7 +140,7 @@ def gather_object(
         >>> sv.gather_object("me")
         ['me']
     """
-    return _call(_GATHER, o, root, group, timeout, async_op=async_op)
+    return _call(_GatherObjectCall, o, root, group, timeout, async_op=async_op)
 
 
 def scatter_object(
@@ -166,190 +174,165 @@ def scatter_object(
         >>> sv.scatter_object(["for rank 0"])
         'for rank 0'
     """
-    return _call(_SCATTER, objects, root, group, timeout, async_op=async_op)
-
-
-class _ObjectCollective(NamedTuple):
-    """One of the four calls."""
-
-    name: str  # the public call
-    # Function of (communicator, object, root) that returns this rank's packed objects.
-    pack: Callable[[Communicator, Any, int | None], list[bytes]]
-    # Function of (name, communicator, packed, root) that returns the request.
-    make: Callable[[str, Communicator, list[bytes], Any], TransferArgs]
-    # Function of (communicator, packed, root) that returns the result of the call.
-    finish: Callable[[Communicator, list[bytes], int | None], Any]
+    return _call(_ScatterObjectCall, objects, root, group, timeout, async_op=async_op)
 
 
 def _call(
-    collective: _ObjectCollective,
-    value: Any,
-    root: int | None,
-    group: Any,
-    timeout: float | None,
-    *,
-    async_op: bool,
+    kind: type[_ObjectCall], value: Any, root: Any, group: Any, timeout: Any, *, async_op: bool
 ) -> Any:
     """Make a call by its persistent call, which moves small objects, or by the slow path."""
-    name, pack, make, finish = collective
-    communicator = communicator_of(group)
+    communicator, name = communicator_of(group), kind.name
+    check = partial(kind.of_value, communicator, root, value)
     if not async_op and (root is None or type(root) is int):
         try:
-            heads = _heads(pack(communicator, value, root))
+            heads = _heads(kind.pack(communicator, value, root))
         except Exception:  # of another library's tensor: the slow path raises it, informs the group
             heads = None
         if heads is not None:
-            output = call_persistent(
-                communicator,
-                (name, root),
-                heads,
-                None,
-                timeout,
-                lambda x, _: make(name, communicator, _in_heads(x), _checked(root, communicator)),
-            )
+            output = call_persistent(communicator, (name, root), heads, None, timeout, check)
             if output is not None:
-                return finish(communicator, _in_heads(output), root)
-
-    def check() -> CheckedCall:
-        source = _checked(root, communicator)
-        request = make(name, communicator, pack(communicator, value, source), source)
-        return request.then(lambda packed: finish(communicator, packed, source))
-
+                return kind.unpack(communicator, _in_heads(output), root)
     return communicator.perform(name, check, timeout, async_op=async_op)
 
 
-def _checked(root: Any, communicator: Communicator) -> int | None:
-    return None if root is None else checked_root(root, communicator)
+class _ObjectCall(TransferCall):
+    """A call with this rank's packed objects; a subclass is one of the four collectives.
 
+    Small objects in shared memory take one phase. One long object sends all ranks to the slow path,
+    whose result is a list of packed objects.
+    """
 
-# -- input and result of a rank --------------------------------------------------------------------
+    name: str
+    is_cut = False  # whether the root has an object for each rank
 
+    @classmethod
+    def pack(cls, _communicator: Communicator, value: Any, _root: int | None) -> list[bytes]:
+        """Return this rank's packed objects."""
+        return [pack_object(value)]
 
-def _own(_communicator: Communicator, o: Any, _root: int | None) -> list[bytes]:
-    return [pack_object(o)]
+    @classmethod
+    def unpack(cls, _communicator: Communicator, packed: list[bytes], _root: int | None) -> Any:
+        """Return the result of the call."""
+        return unpack_object(packed[0])
 
+    @classmethod
+    def of_value(cls, communicator: Communicator, root: Any, value: Any) -> Self:
+        """Check the arguments and return the call."""
+        root = None if root is None else checked_root(root, communicator)
+        return cls(communicator, cls.pack(communicator, value, root), root)
 
-def _of_root(communicator: Communicator, o: Any, root: int | None) -> list[bytes]:
-    return [pack_object(o) if communicator.rank == root else b""]
-
-
-def _parts(communicator: Communicator, objects: Any, root: int | None) -> list[bytes]:
-    if communicator.rank != root:
-        return [b""]
-    count = len(communicator.whole)
-    if not isinstance(objects, list | tuple) or len(objects) != count:
-        is_list = isinstance(objects, list | tuple)
-        found = f"{len(objects)} objects" if is_list else type(objects).__name__
-        raise ConfigError(
-            f"scatter_object needs a list of {count} objects on the root, not {found}"
+    def __init__(self, communicator: Communicator, packed: list[bytes], root: int | None) -> None:
+        spec = CollectiveSpec(self.name)
+        if root is not None:
+            spec = CollectiveSpec(self.name, root=root, shown=(f"root {root}",))
+        super().__init__(communicator, spec, None, [])
+        self._packed, self._root = packed, root
+        heads = _heads(packed)
+        detail = detail_of(_BYTE, (_HEAD_BYTES,), "objects")
+        small = TransferLayout(
+            detail, _BYTE, (_HEAD_BYTES,), self.size if self.is_cut else 1, self._takes()
         )
-    if communicator.uneven is not None:
-        objects = [objects[rank] for rank in communicator.present]
-    return [pack_object(o) for o in objects]
+        if small.is_small and moves(communicator, self.name):
+            self.layout = UNMOVED if heads is None else small
+            self.inputs = [] if heads is None else [heads]
+
+    def _takes(self) -> tuple[tuple[int, int], ...]:
+        """Return (rank, number) of the objects that this rank gets from others."""
+        if self.rank == self._root:
+            return ()
+        return ((self._root or 0, self.rank if self.is_cut else 0),)
+
+    def finish(self, output: NDArray[Any] | list[bytes]) -> list[bytes]:
+        return _in_heads(output)
+
+    def slow_path_of(self, x: NDArray[Any], _out: None) -> Generator[Stage, None, Any]:
+        return type(self)(self.communicator, _in_heads(x), self._root).slow_path()
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        packed = yield from super().stages()
+        return self.unpack(self.communicator, packed, self._root)
 
 
-def _each(communicator: Communicator, packed: list[bytes], root: int | None) -> list[Any] | None:
-    if root is not None and communicator.rank != root:
-        return None
-    output = [unpack_object(data) for data in packed]
-    return output if communicator.uneven is None else by_rank(communicator, output, None)
+class _AllGatherObjectCall(_ObjectCall):
+    """A gather of objects on every rank."""
+
+    name = "all_gather_object"
+
+    @classmethod
+    def unpack(cls, communicator: Communicator, packed: list[bytes], root: int | None) -> Any:
+        if root is not None and communicator.rank != root:
+            return None
+        output = [unpack_object(data) for data in packed]
+        return output if communicator.uneven is None else by_rank(communicator, output, None)
+
+    def _takes(self) -> tuple[tuple[int, int], ...]:
+        return other_ranks(self.size, self.rank) if self._root in (None, self.rank) else ()
+
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        return gathered_blocks(parts[0], out, self.size, self.rank, self._root)
+
+    def slow_path(self) -> Generator[Stage, None, list[bytes]]:
+        return gather_bytes(self.communicator, self._packed[0], self._root)
 
 
-def _first(_communicator: Communicator, packed: list[bytes], _root: int | None) -> Any:
-    return unpack_object(packed[0])
+class _GatherObjectCall(_AllGatherObjectCall):
+    """A gather of objects on the root."""
+
+    name = "gather_object"
 
 
-# -- requests: small objects in shared memory take one phase ---------------------------------------
+class _BroadcastObjectCall(_ObjectCall):
+    """A broadcast of the root's object."""
+
+    name = "broadcast_object"
+
+    @classmethod
+    def pack(cls, communicator: Communicator, value: Any, root: int | None) -> list[bytes]:
+        return [pack_object(value) if communicator.rank == root else b""]
+
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        return broadcast_blocks(parts[0], out, is_root=self.rank == self._root)
+
+    def slow_path(self) -> Generator[Stage, None, list[bytes]]:
+        assert self._root is not None
+        return [(yield from broadcast_bytes(self.communicator, self._packed[0], self._root))]
 
 
-def _gather_request(
-    name: str, communicator: Communicator, packed: list[bytes], root: int | None
-) -> TransferArgs:
-    size, rank = communicator.size, communicator.member_rank
-    takes = other_ranks(size, rank) if root in (None, rank) else ()
-    return _transfer(
-        name,
-        communicator,
-        packed,
-        root,
-        _layout(takes),
-        lambda head: gathered_blocks(head, None, size, rank, root),
-        lambda: gather_bytes(communicator, packed[0], root),
-    )
+class _ScatterObjectCall(_ObjectCall):
+    """A scatter of the root's objects."""
 
+    name = "scatter_object"
+    is_cut = True
 
-def _broadcast_request(
-    name: str, communicator: Communicator, packed: list[bytes], root: int
-) -> TransferArgs:
-    is_root = communicator.member_rank == root
+    @classmethod
+    def pack(cls, communicator: Communicator, value: Any, root: int | None) -> list[bytes]:
+        if communicator.rank != root:
+            return [b""]
+        count, is_list = len(communicator.whole), isinstance(value, list | tuple)
+        if not is_list or len(value) != count:
+            found = f"{len(value)} objects" if is_list else type(value).__name__
+            raise ConfigError(
+                f"scatter_object needs a list of {count} objects on the root, not {found}"
+            )
+        if communicator.uneven is not None:
+            value = [value[rank] for rank in communicator.present]
+        return [pack_object(o) for o in value]
 
-    def general() -> Generator[Stage, None, list[bytes]]:
-        return [(yield from broadcast_bytes(communicator, packed[0], root))]
-
-    return _transfer(
-        name,
-        communicator,
-        packed,
-        root,
-        _layout(() if is_root else ((root, 0),)),
-        lambda head: broadcast_blocks(head, None, is_root=is_root),
-        general,
-    )
-
-
-def _scatter_request(
-    name: str, communicator: Communicator, packed: list[bytes], root: int
-) -> TransferArgs:
-    size, rank = communicator.size, communicator.member_rank
-    is_root = rank == root
-
-    def blocks_of(heads: NDArray[Any]) -> Blocks:
-        output = np.empty(_HEAD_BYTES, np.uint8)
-        if not is_root:
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        output = result_buffer(out, (_HEAD_BYTES,), _BYTE, *parts)
+        if self.rank != self._root:
             return Blocks(output, targets=(output,))
-        parts = [heads[start : start + _HEAD_BYTES] for start in range(0, heads.size, _HEAD_BYTES)]
-        return Blocks(output, parts, own=parts[rank], own_target=output)
+        parts = even_parts(parts[0], self.size)
+        return Blocks(output, parts, own=parts[self.rank], own_target=output)
 
-    def general() -> Generator[Stage, None, list[bytes]]:
+    def slow_path(self) -> Generator[Stage, None, list[bytes]]:
+        communicator, packed, root = self.communicator, self._packed, self._root
+        assert root is not None
         lengths = pack_object([len(data) for data in packed])
         counts = tuple(unpack_object((yield from broadcast_bytes(communicator, lengths, root))))
+        is_root = self.rank == root
         whole = np.frombuffer(b"".join(packed), np.uint8).copy() if is_root else None
         return [(yield from scatter_flat(communicator, whole, _BYTE, counts, root)).tobytes()]
-
-    layout = _layout(() if is_root else ((root, rank),), blocks=size)
-    return _transfer(name, communicator, packed, root, layout, blocks_of, general)
-
-
-def _layout(takes: tuple[tuple[int, int], ...], blocks: int = 1) -> TransferLayout:
-    detail = detail_of(_BYTE, (_HEAD_BYTES,), "objects")
-    return TransferLayout(detail, _BYTE, (_HEAD_BYTES,), blocks, takes)
-
-
-def _transfer(
-    name: str,
-    communicator: Communicator,
-    packed: list[bytes],
-    root: int | None,
-    small: TransferLayout,
-    blocks_of: Callable[[NDArray[Any]], Blocks],
-    general: Callable[[], Generator[Stage, None, list[bytes]]],
-) -> TransferArgs:
-    """Return the request of a call of objects; one long object sends all ranks to the slow path."""
-    heads = _heads(packed)
-    layout = None
-    if small.is_small and moves(communicator, name):
-        layout = UNMOVED if heads is None else small
-    spec = CollectiveSpec(name)
-    if root is not None:
-        spec = CollectiveSpec(name, root=root, shown=(f"root {root}",))
-    return TransferArgs(
-        spec,
-        layout,
-        arrange=lambda: None if heads is None else blocks_of(heads),
-        finish=_in_heads,
-        general=general,
-        front=lambda x, _: blocks_of(x),
-    )
 
 
 def _heads(packed: list[bytes]) -> NDArray[Any] | None:
@@ -367,12 +350,6 @@ def _in_heads(output: NDArray[Any] | list[bytes]) -> list[bytes]:
     if isinstance(output, list):
         return output
     return [data[:count] for count, data in HEAD.iter_unpack(output.data)]
-
-
-_ALL_GATHER = _ObjectCollective("all_gather_object", _own, _gather_request, _each)
-_BROADCAST = _ObjectCollective("broadcast_object", _of_root, _broadcast_request, _first)
-_GATHER = _ObjectCollective("gather_object", _own, _gather_request, _each)
-_SCATTER = _ObjectCollective("scatter_object", _parts, _scatter_request, _first)
 
 
 register(

@@ -6,7 +6,6 @@ scan rank r ends with the combination of the ranks up to r (before r).
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Never
 
@@ -14,11 +13,11 @@ import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, native_dispatch
+from syncvar.collectives.dispatch import make_call, native_dispatch, plain_form
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
-    ReduceArgs,
     ReduceOptions,
+    ReductionCall,
     check_finite,
     contribution,
     describe_reduction,
@@ -27,11 +26,10 @@ from syncvar.collectives.reduce_args import (
     run_plan,
 )
 from syncvar.collectives.transfer_args import (
-    TransferArgs,
-    fits_out,
+    TransferCall,
+    even_parts,
     moves,
     place_of,
-    plain_form,
     result_buffer,
 )
 from syncvar.core.array_arguments import as_array, checked_output, deliver
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
 
@@ -93,69 +90,68 @@ def reduce(  # noqa: PLR0913  (public signature)
         array([1., 2.])
     """
     rest = (op_name(op), root, algorithm)
-    return make_call(
-        reduce, plain_form, _reduce_request, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(reduce, _ReduceCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-def _reduce_request(
-    communicator: Communicator,
-    x: Any,
-    out: Any,
-    op: str,
-    root: int,
-    algorithm: str | None,
-    *,
-    keep: bool,
-) -> ReduceArgs:
-    """Check the arguments and return the request; the input is copied now, with `keep` its tree."""
-    target = checked_root(root, communicator)
-    is_root = communicator.member_rank == target
-    structure, arrays = arrays_in(x, out)
-    for array in arrays:
-        check_finite(array, "reduce")
-    parts = [
-        describe_reduction(array, op, "reduce", ReduceOptions(algorithm=algorithm), root=target)
-        for array in arrays
-    ]
-    reducers = [reducer for reducer, _ in parts]
-    if out is not None:
-        out = checked_output(out, arrays[0].shape, reducers[0].result) if is_root else None
-    like = private_copy(structure, x) if keep else x
-    works = [
-        contribution(array, reducer, communicator.home_rank)
-        for array, reducer in zip(arrays, reducers, strict=True)
-    ]
+class _ReduceCall(ReductionCall):
+    """A reduce; the input is copied now, and with `keep` its tree."""
 
-    def body() -> Generator[Stage, None, Any]:
-        left = []
-        for reducer, work in zip(reducers, works, strict=True):
-            rest = run_plan(communicator, "reduce", work, reducer, root=target, algorithm=algorithm)
-            left.append((yield from rest))
-        yield from release_others(communicator, target)
-        if not is_root:
+    form_of = staticmethod(plain_form)
+
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+    ) -> None:
+        op, root, algorithm = rest
+        root = checked_root(root, communicator)
+        is_root = communicator.member_rank == root
+        structure, arrays = arrays_in(x, out)
+        for array in arrays:
+            check_finite(array, "reduce")
+        options = ReduceOptions(algorithm=algorithm)
+        parts = [describe_reduction(array, op, "reduce", options, root=root) for array in arrays]
+        self._reducers = [reducer for reducer, _ in parts]
+        if out is not None:
+            shape, dtype = arrays[0].shape, self._reducers[0].result
+            out = checked_output(out, shape, dtype) if is_root else None
+        self._out, self._structure = out, structure
+        self._like = private_copy(structure, x) if keep else x
+        self._root, self._algorithm = root, algorithm
+        self._shapes = [array.shape for array in arrays]
+        self._works = [
+            contribution(array, reducer, communicator.home_rank)
+            for array, reducer in zip(arrays, self._reducers, strict=True)
+        ]
+        if structure is None:
+            spec, self.ends = parts[0][1], ResultPlacement("reduce", root)
+        else:
+            # Ranks may spell the op differently.
+            spec = CollectiveSpec(
+                "reduce",
+                self._reducers[0].name if parts else "",
+                root,
+                structure=structure,
+                options=tuple(part.digest for _, part in parts),
+                shown=(op, f"{len(arrays)} arrays", f"root {root}"),
+            )
+        is_entered = structure is None and arrays[0].dtype == self._reducers[0].result
+        super().__init__(communicator, spec, is_entered=is_entered)
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        communicator, root, left = self.communicator, self._root, []
+        options = {"root": root, "algorithm": self._algorithm}
+        for reducer, work in zip(self._reducers, self._works, strict=True):
+            rest = yield from run_plan(communicator, "reduce", work, reducer, **options)
+            left.append(rest)
+        yield from release_others(communicator, root)
+        if communicator.member_rank != root:
             return None
         results = [
-            outcome(reducer, work, communicator.size, array.shape, out)
-            for array, reducer, work in zip(arrays, left, works, strict=True)
+            outcome(reducer, work, communicator.size, shape, self._out)
+            for reducer, work, shape in zip(left, self._works, self._shapes, strict=True)
         ]
-        return results[0] if structure is None else unflatten(structure, results, like)
-
-    if structure is not None:
-        # Ranks may spell the op differently.
-        spec = CollectiveSpec(
-            "reduce",
-            reducers[0].name if reducers else "",
-            target,
-            structure=structure,
-            options=tuple(part[1].digest for part in parts),
-            shown=(op, f"{len(arrays)} arrays", f"root {target}"),
-        )
-        return ReduceArgs(spec, body())
-    ((reducer, spec),) = parts
-    ends = ResultPlacement("reduce", target)
-    is_entered = arrays[0].dtype == reducer.result
-    return ReduceArgs(spec, body(), ends, is_entered=is_entered)
+        if self._structure is None:
+            return results[0]
+        return unflatten(self._structure, results, self._like)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -193,7 +189,7 @@ def scan(
         array([1., 2.])
     """
     rest = (op_name(op), algorithm)
-    return make_call(scan, plain_form, _scan_request, x, out, group, async_op, timeout, {}, rest)
+    return make_call(scan, _ScanCall, x, out, group, async_op, timeout, {}, rest)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -231,43 +227,48 @@ def exscan(
         array([1., 1.])
     """
     rest = (op_name(op), algorithm)
-    return make_call(
-        exscan, plain_form, _exscan_request, x, out, group, async_op, timeout, {}, rest
-    )
+    return make_call(exscan, _ExscanCall, x, out, group, async_op, timeout, {}, rest)
 
 
-def _prefix_request(
-    name: str,
-    communicator: Communicator,
-    x: Any,
-    out: Any,
-    op: str,
-    algorithm: str | None,
-    **_keep: bool,
-) -> ReduceArgs:
-    """Check the arguments and return the request; the input is copied now."""
-    array = as_array(x)
-    check_finite(array, name)
-    reducer, spec = describe_reduction(array, op, name, ReduceOptions(algorithm=algorithm))
-    neutral = identity(reducer) if name == "exscan" else None
-    into = None if out is None else checked_output(out, array.shape, reducer.result)
-    rank = communicator.member_rank
-    work = contribution(array, reducer, communicator.home_rank)
-    count = rank if name == "exscan" else rank + 1
+class _ScanCall(ReductionCall):
+    """A scan; the input is copied now."""
 
-    def body() -> Generator[Stage, None, Any]:
-        left = yield from run_plan(communicator, name, work, reducer, algorithm=algorithm)
+    name = "scan"
+    ends = ResultPlacement(name)
+    form_of = staticmethod(plain_form)
+
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, **_keep: bool
+    ) -> None:
+        op, algorithm = rest
+        array = as_array(x)
+        check_finite(array, self.name)
+        options = ReduceOptions(algorithm=algorithm)
+        reducer, spec = describe_reduction(array, op, self.name, options)
+        super().__init__(communicator, spec, is_entered=array.dtype == reducer.result)
+        is_exscan = self.name == "exscan"
+        self._neutral = identity(reducer) if is_exscan else None  # raises if there is none
+        self._count = communicator.member_rank + (not is_exscan)  # inputs that are combined
+        self._out = None if out is None else checked_output(out, array.shape, reducer.result)
+        self._work = contribution(array, reducer, communicator.home_rank)
+        self._reducer, self._shape, self._algorithm = reducer, array.shape, algorithm
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        communicator, work, reducer = self.communicator, self._work, self._reducer
+        left = yield from run_plan(
+            communicator, self.name, work, reducer, algorithm=self._algorithm
+        )
         yield from release_others(communicator, communicator.size - 1)
-        if count:
-            return outcome(left, work, count, array.shape, into)
-        return deliver(np.full(array.shape, neutral, reducer.result), into)
-
-    ends, is_entered = ResultPlacement(name), array.dtype == reducer.result
-    return ReduceArgs(spec, body(), ends, is_entered=is_entered)
+        if self._count:
+            return outcome(left, work, self._count, self._shape, self._out)
+        return deliver(np.full(self._shape, self._neutral, reducer.result), self._out)
 
 
-_scan_request = partial(_prefix_request, "scan")
-_exscan_request = partial(_prefix_request, "exscan")
+class _ExscanCall(_ScanCall):
+    """An exclusive scan; the input is copied now."""
+
+    name = "exscan"
+    ends = ResultPlacement(name)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -311,105 +312,82 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
     """
     rest = (op_name(op), lengths, algorithm)
     return make_call(
-        reduce_scatter, _cut_form, _cut_request, x, out, group, async_op, timeout, _foreign, rest
+        reduce_scatter, _ReduceScatterCall, x, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _cut_form(
-    communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    op, lengths, algorithm = rest
-    is_plain = (
-        type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
-    )
-    return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
+class _ReduceScatterCall(TransferCall):
+    """A reduce-scatter; `keep` copies the input.
 
+    In shared memory equal pieces are moved, and combined on the way.
+    """
 
-def _cut_request(
-    communicator: Communicator,
-    x: Any,
-    out: Any,
-    op: str,
-    lengths: Any,
-    algorithm: str | None,
-    *,
-    keep: bool,
-) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the input."""
-    array = as_array(x)
-    check_finite(array, "reduce_scatter")
-    if array.ndim == 0:
-        raise ConfigError(
-            "reduce_scatter cuts along axis 0, and a scalar has none; "
-            "pass np.reshape(x, (1,)), or use all_reduce"
+    @staticmethod
+    def form_of(communicator: Communicator, x: Any, _out: Any, rest: Any) -> NDArray[Any] | None:
+        op, lengths, algorithm = rest
+        is_plain = (
+            type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
         )
-    rows = _rows(lengths, array.shape[0], communicator)
-    reducer, spec = describe_reduction(
-        array, op, "reduce_scatter", ReduceOptions(algorithm=algorithm), rows=rows
-    )
-    rank = communicator.member_rank
-    if len(reducer.element_shape) == array.ndim:
-        raise ConfigError(
-            f"reduce_scatter cuts along axis 0, and x is one element of the op {reducer.name!r}: "
-            f"stack several elements along axis 0"
+        return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
+
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+    ) -> None:
+        op, lengths, algorithm = rest
+        array = as_array(x)
+        check_finite(array, "reduce_scatter")
+        if array.ndim == 0:
+            raise ConfigError(
+                "reduce_scatter cuts along axis 0, and a scalar has none; "
+                "pass np.reshape(x, (1,)), or use all_reduce"
+            )
+        self._rows = rows = _rows(lengths, array.shape[0], communicator)
+        options = ReduceOptions(algorithm=algorithm)
+        reducer, spec = describe_reduction(array, op, "reduce_scatter", options, rows=rows)
+        if len(reducer.element_shape) == array.ndim:
+            raise ConfigError(
+                f"reduce_scatter cuts along axis 0, and x is one element of the op "
+                f"{reducer.name!r}: stack several elements along axis 0"
+            )
+        self._reducer, self._algorithm = reducer, algorithm
+        self._shape = (rows[communicator.member_rank], *array.shape[1:])
+        into = None if out is None else checked_output(out, self._shape, reducer.result)
+        # Registered ops may be replaced, and locating ops need pairs: both take the slow path.
+        is_moved = (
+            len(set(rows)) == 1
+            and moves(communicator, "reduce_scatter", algorithm)
+            and reducer.name in OPS
+            and not reducer.is_locating
         )
-    shape = (rows[rank], *array.shape[1:])
-    into = None if out is None else checked_output(out, shape, reducer.result)
+        layout = self._layout(communicator) if is_moved else None
+        if not is_moved:
+            array = contribution(array, reducer, communicator.home_rank)
+        elif keep:
+            array = array.copy()
+        super().__init__(communicator, spec, layout, [array], into)
 
-    # Registered ops may be replaced, and locating ops need pairs: both take the slow path.
-    is_moved = (
-        len(set(rows)) == 1
-        and moves(communicator, "reduce_scatter", algorithm)
-        and reducer.name in OPS
-        and not reducer.is_locating
-    )
-    if is_moved:
-        operand = array.copy() if keep else array
-        return _shared_request(communicator, operand, into, reducer, shape, spec)
-    work = contribution(array, reducer, communicator.home_rank)
-    width = prod(array.shape[1:]) // prod(reducer.element_shape)
-    counts = tuple(row * width for row in rows)
-    start = sum(counts[:rank])
+    def _layout(self, communicator: Communicator) -> TransferLayout:
+        size, rank, reducer = communicator.size, communicator.member_rank, self._reducer
+        takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
+        sums = reducer.ufunc, size if reducer.is_mean else 0
+        shape, dtype = self._shape, reducer.accumulate
+        return TransferLayout(None, dtype, shape, size - 1, takes, ufunc=sums[0], divisor=sums[1])
 
-    def general() -> Generator[Stage, None, Any]:
-        options = {"counts": counts, "algorithm": algorithm}
-        yield from run_plan(communicator, "reduce_scatter", work, reducer, **options)
-        return outcome(reducer, work[start : start + counts[rank]], communicator.size, shape, into)
-
-    return TransferArgs(spec, None, lambda: None, lambda output: output, general)
-
-
-def _shared_request(
-    communicator: Communicator,
-    operand: NDArray[Any],
-    into: NDArray[Any] | None,
-    reducer: Reduction,
-    shape: tuple[int, ...],
-    spec: CollectiveSpec,
-) -> TransferArgs:
-    """Return the request of a reduce-scatter with equal pieces in shared memory."""
-    size, rank = communicator.size, communicator.member_rank
-
-    def blocks_of(x: NDArray[Any], out: Any) -> Blocks:
-        output = result_buffer(out, shape, reducer.result, x)
-        length = shape[0]
-        blocks = [x[length * peer : length * (peer + 1)] for peer in range(size)]
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        rank, blocks = self.rank, even_parts(parts[0], self.size)
+        output = result_buffer(out, self._shape, self._reducer.result, *parts)
         others = (*blocks[:rank], *blocks[rank + 1 :])
         return Blocks(output, others, (output,), np.ascontiguousarray(blocks[rank]))
 
-    takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
-    divisor = size if reducer.is_mean else 0
-    layout = TransferLayout(
-        None, reducer.accumulate, shape, size - 1, takes, ufunc=reducer.ufunc, divisor=divisor
-    )
-    return TransferArgs(
-        spec,
-        layout,
-        arrange=lambda: blocks_of(operand, into),
-        finish=lambda output: deliver(output, into),
-        general=None,
-        front=lambda x, out: fits_out(blocks_of(x, out), out),
-    )
+    def slow_path(self) -> Generator[Stage, None, Any]:
+        (work,), reducer, shape, rows = self.inputs, self._reducer, self._shape, self._rows
+        width = prod(shape[1:]) // prod(reducer.element_shape)
+        counts = tuple(row * width for row in rows)
+        options = {"counts": counts, "algorithm": self._algorithm}
+        yield from run_plan(self.communicator, "reduce_scatter", work, reducer, **options)
+        start = sum(counts[: self.rank])
+        mine = work[start : start + counts[self.rank]]
+        return outcome(reducer, mine, self.size, shape, self.out)
 
 
 def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ...]:

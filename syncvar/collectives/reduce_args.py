@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.dispatch import Make
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
@@ -273,32 +272,24 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
     return TreeDef(_KINDS[kind], names, tuple(parts))
 
 
-class ReduceArgs(Cacheable):
-    """A checked call that combines; `ends` says which ranks get which result.
+class ReductionCall(Cacheable):
+    """A checked call that combines. A subclass is one collective.
 
-    `op` is the op, if the spec has none. `is_entered`: the result has the dtype of the input, the
-    only one that the C dispatch looks at.
+    `ends` says which ranks get which result, and `op` names the op. `is_entered`: the result has
+    the dtype of the input, the only one that the C dispatch looks at.
     """
 
-    __slots__ = ("_ends", "_op", "is_entered")
+    ends = EVERYWHERE
 
     def __init__(
-        self,
-        spec: CollectiveSpec,
-        body: Generator[Stage, None, Any],
-        ends: ResultPlacement = EVERYWHERE,
-        *,
-        op: str = "",
-        is_entered: bool = False,
+        self, communicator: Communicator, spec: CollectiveSpec, *, is_entered: bool
     ) -> None:
-        super().__init__(spec, body)
-        self._ends, self._op, self.is_entered = ends, op or spec.op, is_entered
+        super().__init__(spec)
+        self.communicator, self.op, self.is_entered = communicator, spec.op, is_entered
 
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
-    ) -> PreparedCall | None:
+    def prepared(self, like: NDArray[Any] | PyTree) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        return prepare_form(communicator, like, self._op, self.spec, self._ends)
+        return prepare_form(self.communicator, like, self.op, self.spec, self.ends)
 
 
 def prepare_form(
@@ -352,7 +343,7 @@ def prepare_form(
 def persistent_reduction(
     communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
 ) -> PreparedCall | None:
-    """Build the persistent call of the all-reduces of `reduce_request`."""
+    """Build the persistent call of the all-reduces of `AllReduceCall`."""
     _, spec = describe_reduction(x, op, name, options)
     call = prepare_form(communicator, x, op, spec, apply=options.apply)
     return None if call is uncacheable else call

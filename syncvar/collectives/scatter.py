@@ -15,9 +15,9 @@ from syncvar.collectives.groups import by_rank, checked_root
 from syncvar.collectives.stage_builders import broadcast_bytes, gather_bytes, scatter_flat
 from syncvar.collectives.transfer_args import (
     UNMOVED,
-    TransferArgs,
+    TransferCall,
     detail_of,
-    fits_out,
+    even_parts,
     moves,
     place_of,
     result_buffer,
@@ -79,87 +79,81 @@ def scatter(
         array([0, 1, 2])
     """
     rest = (root, algorithm)
-    return make_call(
-        scatter, _scatter_form, _scatter_request, x, out, group, async_op, timeout, _foreign, rest
-    )
+    return make_call(scatter, _ScatterCall, x, out, group, async_op, timeout, _foreign, rest)
 
 
-def _scatter_form(
-    communicator: Communicator, x: Any, out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    """Return the array of a call that may be persistent, else None.
+class _ScatterCall(TransferCall):
+    """A scatter; `keep` copies the root's arrays."""
 
-    Ranks that are not the root expect a part like `out`, or like the last one. If it differs, the
-    slow path sends its shape.
-    """
-    root, algorithm = rest
-    if type(root) is not int or algorithm is not None:
-        return None
-    if communicator.rank == root:
-        is_plain = type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0
-        return x if is_plain else None
-    if x is not None and type(x) is not np.ndarray:  # the result may have to be a tensor like it
-        return None
-    return out if type(out) is np.ndarray else communicator.last_parts.get(root)
+    @staticmethod
+    def form_of(communicator: Communicator, x: Any, out: Any, rest: Any) -> NDArray[Any] | None:
+        # Ranks that are not the root expect a part like `out`, or like the last one. If it differs,
+        # the slow path sends its shape.
+        root, algorithm = rest
+        if type(root) is not int or algorithm is not None:
+            return None
+        if communicator.rank == root:
+            is_plain = type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0
+            return x if is_plain else None
+        if x is not None and type(x) is not np.ndarray:  # perhaps the result is a tensor like it
+            return None
+        return out if type(out) is np.ndarray else communicator.last_parts.get(root)
 
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+    ) -> None:
+        root, algorithm = rest
+        size, rank = communicator.size, communicator.member_rank
+        root = checked_root(root, communicator)
+        parts: list[NDArray[Any]] = []
+        if rank == root:
+            if x is None:
+                raise ConfigError(
+                    f"the root (rank {root}) must pass a list of arrays, or one array, not None"
+                )
+            parts = [part.copy() if keep else part for part in cut(x, communicator, "scatter")]
+        like = out if type(out) is np.ndarray else communicator.last_parts.get(root)
+        like, layout = parts[0] if parts else like, None
+        if moves(communicator, "scatter", algorithm):
+            is_alike = like is not None and all(part.shape == like.shape for part in parts)
+            layout = UNMOVED
+            if like is not None and is_alike and like.dtype.isnative:
+                takes = () if rank == root else ((root, place_of(root, rank)),)
+                detail = detail_of(like.dtype, like.shape)
+                layout = TransferLayout(detail, like.dtype, like.shape, size - 1, takes)
+        spec = CollectiveSpec("scatter", root=root, algorithm=algorithm, shown=(f"root {root}",))
+        super().__init__(communicator, spec, layout, parts, out)
+        self._root, self._is_root, self._algorithm = root, rank == root, algorithm
 
-def _scatter_request(
-    communicator: Communicator, x: Any, out: Any, root: int, algorithm: str | None, *, keep: bool
-) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the root's arrays."""
-    size, rank = communicator.size, communicator.member_rank
-    source = checked_root(root, communicator)
-    parts: list[NDArray[Any]] = []
-    skeleton = b""
-    if rank == source:
-        if x is None:
-            raise ConfigError(
-                f"the root (rank {source}) must pass a list of arrays, or one array, not None"
-            )
-        parts = [part.copy() if keep else part for part in cut(x, communicator, "scatter")]
-        skeleton = pack_object([dtype_index(parts[0].dtype), [list(part.shape) for part in parts]])
+    def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
+        return even_parts(x, self.size) if self._is_root else []
 
-    def general() -> Generator[Stage, None, Any]:
-        index, shapes = unpack_object((yield from broadcast_bytes(communicator, skeleton, source)))
-        dtype = dtype_from_index(index)
-        counts = tuple(prod(shape) for shape in shapes)
-        shape = tuple(shapes[rank])
-        if rank != source:
-            communicator.last_parts[source] = np.empty(shape, dtype)
-        flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else None
-        mine = yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)
-        mine = mine.reshape(shape)
-        # The part is a view of a buffer for all parts, which must not outlive the call.
-        return mine.copy() if out is None else deliver(mine, out)
-
-    like = out if type(out) is np.ndarray else communicator.last_parts.get(source)
-    like = parts[0] if parts else like
-    if like is None or not like.dtype.isnative or any(part.shape != like.shape for part in parts):
-        layout = UNMOVED
-    else:
-        takes = () if rank == source else ((source, place_of(source, rank)),)
-        detail = detail_of(like.dtype, like.shape)
-        layout = TransferLayout(detail, like.dtype, like.shape, size - 1, takes)
-
-    def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        layout, rank = self.layout, self.rank
+        assert layout is not None
         output = result_buffer(out, layout.shape, layout.dtype, *parts)
         if parts:
             return Blocks(output, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], output)
         return Blocks(output, targets=(output,))
 
-    def front(x: NDArray[Any], out: Any) -> Blocks | None:
-        rows = x.shape[0] // size if parts else 0
-        parts_of_x = [x[place * rows : (place + 1) * rows] for place in range(len(parts))]
-        return fits_out(blocks_of(parts_of_x, out), out)
-
-    return TransferArgs(
-        CollectiveSpec("scatter", root=source, algorithm=algorithm, shown=(f"root {source}",)),
-        layout if moves(communicator, "scatter", algorithm) else None,
-        arrange=lambda: blocks_of(parts, out),
-        finish=lambda output: deliver(output, out),
-        general=general,
-        front=front,
-    )
+    def slow_path(self) -> Generator[Stage, None, Any]:
+        # A broadcast of the shapes, then the scatter of the parts.
+        communicator, root, parts, skeleton = self.communicator, self._root, self.inputs, b""
+        if parts:
+            shapes = [list(part.shape) for part in parts]
+            skeleton = pack_object([dtype_index(parts[0].dtype), shapes])
+        skeleton = yield from broadcast_bytes(communicator, skeleton, root)
+        index, shapes = unpack_object(skeleton)
+        dtype = dtype_from_index(index)
+        counts = tuple(prod(shape) for shape in shapes)
+        shape = tuple(shapes[self.rank])
+        if not self._is_root:
+            communicator.last_parts[root] = np.empty(shape, dtype)
+        flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else None
+        mine = yield from scatter_flat(communicator, flat, dtype, counts, root, self._algorithm)
+        mine = mine.reshape(shape)
+        # The part is a view of a buffer for all parts, which must not outlive the call.
+        return mine.copy() if self.out is None else deliver(mine, self.out)
 
 
 def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]:
@@ -224,59 +218,69 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
-    rest, request = (algorithm,), _exchange_request
+    rest = (algorithm,)
     return make_call(
-        all_to_all, _exchange_form, request, parts, out, group, async_op, timeout, _foreign, rest
+        all_to_all, _AllToAllCall, parts, out, group, async_op, timeout, _foreign, rest
     )
 
 
-def _exchange_form(
-    communicator: Communicator, parts: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    (algorithm,) = rest
-    is_plain = (
-        type(parts) is np.ndarray
-        and algorithm is None
-        and parts.ndim
-        and parts.shape[0] % communicator.size == 0
-    )
-    return parts if is_plain else None
+class _AllToAllCall(TransferCall):
+    """An all-to-all; `keep` copies the parts."""
 
+    @staticmethod
+    def form_of(
+        communicator: Communicator, parts: Any, _out: Any, rest: Any
+    ) -> NDArray[Any] | None:
+        (algorithm,) = rest
+        is_plain = (
+            type(parts) is np.ndarray
+            and algorithm is None
+            and parts.ndim
+            and parts.shape[0] % communicator.size == 0
+        )
+        return parts if is_plain else None
 
-def _exchange_request(
-    communicator: Communicator, parts: Any, out: Any, algorithm: str | None, *, keep: bool
-) -> TransferArgs:
-    """Check the arguments and return the request; `keep` copies the parts."""
-    size, rank = communicator.size, communicator.member_rank
-    mine = cut(parts, communicator, "all_to_all")
-    outs = None if out is None else _checked_outs(out, communicator, mine)
-    if keep:
-        mine = [part.copy() for part in mine]
-    shape, dtype = mine[0].shape, mine[0].dtype
-    packed = pack_object([dtype_index(dtype), [list(part.shape) for part in mine]])
+    def __init__(
+        self, communicator: Communicator, parts: Any, out: Any, algorithm: str | None, *, keep: bool
+    ) -> None:
+        mine = cut(parts, communicator, "all_to_all")
+        if out is not None:
+            _checked_outs(out, communicator, mine)
+        if keep:
+            mine = [part.copy() for part in mine]
+        shape, dtype, layout = mine[0].shape, mine[0].dtype, None
+        self._algorithm = algorithm
+        if moves(communicator, "all_to_all", algorithm):
+            layout = UNMOVED
+            if all(part.shape == shape for part in mine):
+                rank, most = communicator.member_rank, communicator.size - 1
+                takes = tuple(
+                    (peer, place_of(peer, rank)) for peer, _ in other_ranks(most + 1, rank)
+                )
+                detail = detail_of(dtype, shape)
+                layout = TransferLayout(detail, dtype, shape, most, takes, most_takes=most)
+        nbytes = sum(part.nbytes for part in mine)
+        spec = CollectiveSpec(
+            "all_to_all",
+            algorithm=algorithm,
+            dtype=dtype.name,
+            size=nbytes,
+            is_uniform=False,
+            shown=(dtype.name, f"{nbytes} bytes"),
+        )
+        super().__init__(communicator, spec, layout, mine, out)
 
-    def finish(output: list[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Return one array for each rank; empty ones for ranks that left a block of `sv.uneven`."""
-        empty = np.empty((0, *output[0].shape[1:]), output[0].dtype)
-        return by_rank(communicator, list(output), empty)
+    def arrange(self) -> Blocks | None:
+        return self._blocks(self.inputs, self._outs(self.inputs, self.out))
 
-    def general() -> Generator[Stage, None, list[NDArray[Any]]]:
-        headers = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
-        if any(index != headers[0][0] for index, _ in headers):
-            table = {
-                communicator.members[rank]: f"brings {DTYPE_NAMES[index]}"
-                for rank, (index, _) in enumerate(headers)
-            }
-            raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
-        shapes = [one for _, one in headers]
-        output = yield from _exchanged(communicator, mine, shapes, algorithm)
-        if outs is not None:
-            output = [deliver(one, target) for one, target in zip(output, outs, strict=True)]
-        return finish(output)
+    def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
+        return even_parts(x, self.size)
 
-    def front(x: NDArray[Any], out: Any) -> Blocks | None:
-        rows = shape[0]
-        mine = [x[place * rows : (place + 1) * rows] for place in range(size)]
+    def _outs(self, mine: list[NDArray[Any]], out: Any) -> list[NDArray[Any]] | None:
+        return None if out is None else _checked_outs(out, self.communicator, mine)
+
+    def bind(self, x: NDArray[Any], out: Any) -> Blocks | None:
+        mine = self.parts_of(x)
         output = np.empty(x.shape, x.dtype) if out is None else out
         is_like_x = (
             type(output) is np.ndarray
@@ -285,35 +289,65 @@ def _exchange_request(
             and output.flags.carray
         )
         if is_like_x and not np.may_share_memory(output, x):
-            targets = [output[place * rows : (place + 1) * rows] for place in range(size)]
-            return _sides(mine, targets, rank)._replace(output=output, parts=size)
-        return _exchange_blocks(mine, shape, _checked_outs(out, communicator, mine), rank)
+            blocks = _sides(mine, even_parts(output, self.size), self.rank)
+            return blocks._replace(output=output, parts=self.size)
+        return self._blocks(mine, self._outs(mine, out))
 
-    layout = None
-    if moves(communicator, "all_to_all", algorithm):
-        takes = tuple((peer, place_of(peer, rank)) for peer, _ in other_ranks(size, rank))
-        is_alike = all(part.shape == shape for part in mine)
-        detail, most = detail_of(dtype, shape), size - 1
-        layout = TransferLayout(detail, dtype, shape, most, takes, most_takes=most)
-        if not is_alike:
-            layout = UNMOVED
-    nbytes = sum(part.nbytes for part in mine)
-    spec = CollectiveSpec(
-        "all_to_all",
-        algorithm=algorithm,
-        dtype=dtype.name,
-        size=nbytes,
-        is_uniform=False,
-        shown=(dtype.name, f"{nbytes} bytes"),
-    )
-    return TransferArgs(
-        spec,
-        layout,
-        arrange=lambda: _exchange_blocks(mine, shape, outs, rank),
-        finish=finish,
-        general=general,
-        front=front,
-    )
+    def _blocks(self, mine: list[NDArray[Any]], outs: list[NDArray[Any]] | None) -> Blocks | None:
+        """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
+        shape, dtype = mine[0].shape, mine[0].dtype
+        if outs is None and 0 < len(shape) < _DIMENSIONS_MAX:
+            output = list(np.empty((len(mine), *shape), dtype))
+        elif outs is None:
+            output = [np.empty(shape, dtype) for _ in mine]
+        else:
+            output = outs
+            if any(
+                one.shape != shape or one.dtype != dtype or not one.flags.carray for one in output
+            ):
+                return None
+        return _sides(mine, output, self.rank)
+
+    def finish(self, output: list[NDArray[Any]]) -> list[NDArray[Any]]:
+        # One array for each rank; empty ones for ranks that left a block of `sv.uneven`.
+        empty = np.empty((0, *output[0].shape[1:]), output[0].dtype)
+        return by_rank(self.communicator, list(output), empty)
+
+    def slow_path(self) -> Generator[Stage, None, list[NDArray[Any]]]:
+        communicator, mine = self.communicator, self.inputs
+        header = [dtype_index(mine[0].dtype), [list(part.shape) for part in mine]]
+        packed = yield from gather_bytes(communicator, pack_object(header))
+        headers = list(map(unpack_object, packed))
+        if any(index != headers[0][0] for index, _ in headers):
+            table = {
+                communicator.members[rank]: f"brings {DTYPE_NAMES[index]}"
+                for rank, (index, _) in enumerate(headers)
+            }
+            raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
+        output = yield from self._exchanged([shapes for _, shapes in headers])
+        outs = self._outs(mine, self.out)
+        if outs is not None:
+            output = [deliver(one, target) for one, target in zip(output, outs, strict=True)]
+        return self.finish(output)
+
+    def _exchanged(
+        self, shapes: list[list[list[int]]]
+    ) -> Generator[Stage, None, list[NDArray[Any]]]:
+        plan, mine, rank = self.communicator.plan, self.inputs, self.rank
+        matrix = tuple(tuple(prod(shape) for shape in row) for row in shapes)
+        sent, received = matrix[rank], tuple(row[rank] for row in matrix)
+        work = np.empty(sum(sent) + sum(received), mine[0].dtype)
+        start = 0
+        for part in mine:
+            work[start : start + part.size] = part.reshape(-1)
+            start += part.size
+        yield Stage(plan("all_to_all", matrix, work.itemsize, algorithm=self._algorithm), work)
+        results = []
+        for source in range(self.size):
+            stop = start + received[source]
+            results.append(work[start:stop].reshape(shapes[source][rank]).copy())
+            start = stop
+        return results
 
 
 def _checked_outs(
@@ -341,48 +375,9 @@ def _checked_outs(
     return outs
 
 
-def _exchange_blocks(
-    mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int
-) -> Blocks | None:
-    """Return the arrays of a call with parts of one shape; None if `outs` does not serve."""
-    size, dtype = len(mine), mine[0].dtype
-    if outs is None and 0 < len(shape) < _DIMENSIONS_MAX:
-        output = list(np.empty((size, *shape), dtype))
-    elif outs is None:
-        output = [np.empty(shape, dtype) for _ in mine]
-    else:
-        output = outs
-        if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in output):
-            return None
-    return _sides(mine, output, rank)
-
-
 def _sides(mine: list[NDArray[Any]], output: list[NDArray[Any]], rank: int) -> Blocks:
     targets = (*output[rank + 1 :], *output[:rank])
     return Blocks(output, (*mine[:rank], *mine[rank + 1 :]), targets, mine[rank], output[rank])
-
-
-def _exchanged(
-    communicator: Communicator,
-    mine: list[NDArray[Any]],
-    shapes: list[list[list[int]]],
-    algorithm: str | None,
-) -> Generator[Stage, None, list[NDArray[Any]]]:
-    size, rank = communicator.size, communicator.member_rank
-    matrix = tuple(tuple(prod(shape) for shape in row) for row in shapes)
-    sent, received = matrix[rank], tuple(row[rank] for row in matrix)
-    work = np.empty(sum(sent) + sum(received), mine[0].dtype)
-    start = 0
-    for part in mine:
-        work[start : start + part.size] = part.reshape(-1)
-        start += part.size
-    yield Stage(communicator.plan("all_to_all", matrix, work.itemsize, algorithm=algorithm), work)
-    results = []
-    for source in range(size):
-        stop = start + received[source]
-        results.append(work[start:stop].reshape(shapes[source][rank]).copy())
-        start = stop
-    return results
 
 
 register(

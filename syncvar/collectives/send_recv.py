@@ -200,7 +200,8 @@ def _send(one: _Outgoing, dest: Any, tag: Any, timeout: float | None, *, async_o
     rank = communicator.member_rank
     if dest == rank:
         return one.put(tag, async_op=async_op)
-    channel: SendChannel = channel_of(communicator, current(), rank, dest, tag)
+    known = communicator.streams.get((rank, dest, tag))
+    channel: SendChannel = known or channel_of(communicator, current(), rank, dest, tag)
     if timeout is None or is_seconds(timeout):
         with contextlib.suppress(ConfigError):  # the call below raises it, and informs the receiver
             array = _message(kind, one.value)
@@ -528,7 +529,8 @@ def _receive(
     rank = communicator.member_rank
     if source == rank:
         return Mailbox(communicator.own_messages, rank).receive(tag, args, async_op=async_op)
-    channel: RecvChannel = channel_of(communicator, current(), source, rank, tag)
+    known = communicator.streams.get((source, rank, tag))
+    channel: RecvChannel = known or channel_of(communicator, current(), source, rank, tag)
     if timeout is None or is_seconds(timeout):
         try:
             delivered = channel.receive(args, timeout, waits=not async_op)

@@ -212,7 +212,7 @@ def all_reduce_shards(
         array([2., 3.])
     """
     communicator = communicator_of(group)
-    check = partial(shards_request, communicator, shards, op)
+    check = partial(ShardsCall, communicator, shards, op)
     return communicator.perform("all_reduce_shards", check, timeout)
 
 
@@ -242,39 +242,38 @@ class _Announcement(NamedTuple):
         return f"brings {_shown(self.runs)}: {self.kind.describe()}"
 
 
-def shards_request(
-    communicator: Communicator,
-    shards: Any,
-    op: Any,
-    *,
-    name: str | CollectiveSpec = "all_reduce_shards",
-) -> CheckedCall:
-    """Check the arguments of an all-reduce of shards, which may be a part of the call `name`."""
-    ids, leaves, kind = _checked(shards)
-    like = shards[ids[0]] if ids else None
-    op = _checked_op(op)
-    for index, _ in () if kind is None else kind.arrays:
-        reduction(op, dtype_from_index(index))  # raises for a dtype that has no sum
-    announcement = _Announcement(tuple(runs_of(ids)), kind)
-    if communicator.size == 1:
-        wrong = _first_wrong([announcement])
-        if wrong:
-            raise ConfigError(f"{name}: {wrong}")
+class ShardsCall(CheckedCall):
+    """An all-reduce of shards, which may be a part of the call `name`."""
 
-    def body() -> Generator[Stage, None, Any]:
-        everyone = [announcement]
-        if communicator.size > 1:
-            packed = yield from gather_bytes(communicator, _packed(announcement))
-            everyone = list(map(_unpacked, packed))
-            wrong = _first_wrong(everyone)
+    def __init__(
+        self,
+        communicator: Communicator,
+        shards: Any,
+        op: Any,
+        *,
+        name: str | CollectiveSpec = "all_reduce_shards",
+    ) -> None:
+        ids, self._leaves, kind = _checked(shards)
+        self._like = shards[ids[0]] if ids else None
+        self._op = op = _checked_op(op)
+        for index, _ in () if kind is None else kind.arrays:
+            reduction(op, dtype_from_index(index))  # raises for a dtype that has no sum
+        self._mine = _Announcement(tuple(runs_of(ids)), kind)
+        self._communicator, self._name = communicator, name
+        if communicator.size == 1:
+            wrong = _first_wrong([self._mine])
             if wrong:
-                members = communicator.members
-                table = {members[rank]: one.describe() for rank, one in enumerate(everyone)}
-                raise MismatchError(f"{name}: {wrong}", table)
+                raise ConfigError(f"{name}: {wrong}")
+        shown = (name, _shown(self._mine.runs))
+        super().__init__(spec_of(name)._replace(op=op, text=_label, shown=shown))
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Yield the exchange of ids, then the stages of each dtype."""
+        everyone = yield from self._announcements()
         agreed = next(one.kind for one in everyone if one.kind is not None)
         results: list[Any] = [None] * len(agreed.arrays)
         runs = tuple(one.runs for one in everyone)
-        reducers = [reduction(op, dtype_from_index(index)) for index, _ in agreed.arrays]
+        reducers = [reduction(self._op, dtype_from_index(index)) for index, _ in agreed.arrays]
         for reducer, places in groupby(
             sorted(range(len(reducers)), key=lambda place: reducers[place].source),
             key=reducers.__getitem__,
@@ -283,20 +282,32 @@ def shards_request(
             shapes = [agreed.arrays[place][1] for place in chosen]
             flat = {
                 number: _joined([arrays[place] for place in chosen])
-                for number, arrays in leaves.items()
+                for number, arrays in self._leaves.items()
             }
-            total = yield from _total(communicator, flat, runs, reducer, sum(map(_size, shapes)))
+            count = sum(map(_size, shapes))
+            total = yield from _total(self._communicator, flat, runs, reducer, count)
             ends = list(accumulate(map(_size, shapes)))
             for place, shape, end in zip(chosen, shapes, ends, strict=True):
                 results[place] = total[end - _size(shape) : end].reshape(shape)
-        return convert_back(like, unflatten(agreed.structure, results, like))
+        return convert_back(self._like, unflatten(agreed.structure, results, self._like))
 
-    spec = spec_of(name)._replace(
-        op=op,
-        text=lambda spec: f"{spec.shown[0]}({spec.op}, {spec.shown[1]})",
-        shown=(name, _shown(announcement.runs)),
-    )
-    return CheckedCall(spec, body())
+    def _announcements(self) -> Generator[Stage, None, list[_Announcement]]:
+        """Return the announcements of all ranks; raise MismatchError if they do not fit."""
+        communicator = self._communicator
+        if communicator.size == 1:
+            return [self._mine]
+        packed = yield from gather_bytes(communicator, _packed(self._mine))
+        everyone = list(map(_unpacked, packed))
+        wrong = _first_wrong(everyone)
+        if wrong:
+            members = communicator.members
+            table = {members[rank]: one.describe() for rank, one in enumerate(everyone)}
+            raise MismatchError(f"{self._name}: {wrong}", table)
+        return everyone
+
+
+def _label(spec: CollectiveSpec) -> str:
+    return f"{spec.shown[0]}({spec.op}, {spec.shown[1]})"
 
 
 def _checked_op(op: Any) -> str:
@@ -440,12 +451,12 @@ def _total(
     own = chunks[rank]
     # Every rank sends the nodes that it can sum alone, cut by elements. Each rank then continues
     # with its elements; if all nodes together are small, every rank continues with all elements.
-
-    def counts(source: int) -> tuple[int, ...]:
-        each = len(nodes[source])
-        return tuple([0 if peer == source else each * one.count for peer, one in enumerate(chunks)])
-
-    matrix = tuple([counts(source) for source in range(size)])
+    matrix = tuple(
+        [
+            tuple([len(mine) * one.count * (peer != source) for peer, one in enumerate(chunks)])
+            for source, mine in enumerate(nodes)
+        ]
+    )
     sent, arrived = matrix[rank], [row[rank] for row in matrix]
     work = np.empty(sum(sent) + sum(arrived), reducer.accumulate)
     place = 0

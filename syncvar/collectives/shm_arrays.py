@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import operator
 import os
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.broadcast import BroadcastCall
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.communicator import CheckedCall
 from syncvar.shm.segment_file import REFERENCE_NBYTES, SharedMemoryReference, format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from numpy.typing import DTypeLike, NDArray
 
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
     from syncvar.shm.segment import SharedSegment
 
 _WORD = np.dtype(np.uint64)
@@ -165,25 +166,13 @@ def shared_array(
     communicator = communicator_of(group)
     context = current()
     context.refuse_in_block("sv.shared_array")
-    checked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
-
-    def check() -> SharedArraySpec:
-        lengths, kind = checked_shape_dtype(shape, dtype)
-        _require_one_host(context, communicator)
-        checked.append((lengths, kind))
-        shown = list(lengths), kind.name
-        spec = CollectiveSpec(
-            "shared_array", options=(kind.str,), dtype=kind.name, shape=lengths, shown=shown
-        )
-        nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
-        return SharedArraySpec(spec, nbytes)
-
     if communicator.size == 1:
         return zeros(shape, dtype)
+    check = partial(_shared_array_spec, context, communicator, shape, dtype)
     found = memory_in_common(context, communicator, "shared_array", check, timeout)
     if isinstance(found, SharedMemoryFull):
         raise found
-    ((lengths, kind),) = checked
+    lengths, kind = checked_shape_dtype(shape, dtype)
     return found.view(kind).reshape(lengths)
 
 
@@ -193,6 +182,19 @@ class SharedArraySpec(NamedTuple):
     call: CollectiveSpec
     nbytes: int  # size in bytes
     content: NDArray[np.uint8] | None = None  # initial bytes, on the first rank; None for zeros
+
+
+def _shared_array_spec(
+    context: ProcessContext, communicator: Communicator, shape: Any, dtype: Any
+) -> SharedArraySpec:
+    """Check the arguments of `shared_array`, and return the memory of the array."""
+    lengths, kind = checked_shape_dtype(shape, dtype)
+    _require_one_host(context, communicator)
+    shown = list(lengths), kind.name
+    spec = CollectiveSpec(
+        "shared_array", options=(kind.str,), dtype=kind.name, shape=lengths, shown=shown
+    )
+    return SharedArraySpec(spec, int(np.prod(lengths, dtype=object)) * kind.itemsize)
 
 
 def memory_in_common(
@@ -206,46 +208,59 @@ def memory_in_common(
 
     Collective. `check` checks the arguments; the group's first rank allocates.
     """
-    rank, size = communicator.member_rank, communicator.size
-    head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
     mappings: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
-    wanted: list[SharedArraySpec] = []
-    refused: list[SharedMemoryFull] = []
-
-    def request() -> CheckedCall:
-        one = check()
-        wanted.append(one)
-        reference = bytes(REFERENCE_NBYTES)  # of no memory
-        if rank == 0:
-            mappings[:] = [each for each in mappings if not each.marks.all()]  # free the rest
-            try:
-                assert context.shm is not None
-                mappings.append(_allocated(context.shm, size, head, one))
-                reference = context.shm.refer(mappings[-1].offset, mappings[-1].block.nbytes).pack()
-            except SharedMemoryFull as error:
-                refused.append(error)
-        output = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
-        return CheckedCall(one.call, output.body)
-
+    mappings[:] = [one for one in mappings if not one.marks.all()]  # free the rest
+    count, make = len(mappings), partial(_AllocationCall, context, communicator, name, check)
     try:
-        found = communicator.perform(name, request, timeout).tobytes()
+        call, found = communicator.perform(name, make, timeout)
     except MismatchError:
-        if rank == 0 and wanted and not refused:
-            mappings.pop()  # no rank has received it
+        del mappings[count:]  # no rank has received it
         raise
-    ((call, nbytes, _),) = wanted
+    nbytes = call.wanted.nbytes
     if not any(found):
         first = communicator.members[0]
-        if refused:
-            return refused[0]
-        return SharedMemoryFull(
-            f"{call}: rank {first} has no room for {format_bytes(nbytes)} of shared memory"
+        return call.refusal or SharedMemoryFull(
+            f"{call.spec}: rank {first} has no room for {format_bytes(nbytes)} of shared memory"
         )
     shm = context.shm
     assert shm is not None
-    offset = shm.resolve(SharedMemoryReference.unpack(found))
-    mark = shm.view(offset, size, _WORD)[rank : rank + 1]
-    return np.asarray(_Hold(shm, offset + head, max(1, nbytes), mark))[:nbytes]
+    offset, rank = shm.resolve(SharedMemoryReference.unpack(found)), communicator.member_rank
+    mark = shm.view(offset, communicator.size, _WORD)[rank : rank + 1]
+    hold = _Hold(shm, offset + _head_of(communicator), max(1, nbytes), mark)
+    return np.asarray(hold)[:nbytes]
+
+
+def _head_of(communicator: Communicator) -> int:
+    """Return the bytes of the words of the ranks, in front of the memory."""
+    return -(-communicator.size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
+
+
+class _AllocationCall(BroadcastCall):
+    """A call in which the first rank allocates memory and broadcasts where it is.
+
+    Its result is (this call, reference to the memory).
+    """
+
+    def __init__(
+        self,
+        context: ProcessContext,
+        communicator: Communicator,
+        name: str,
+        check: Callable[[], SharedArraySpec],
+    ) -> None:
+        self.wanted, self.refusal = check(), None
+        reference = bytes(REFERENCE_NBYTES)  # of no memory
+        if communicator.member_rank == 0:
+            try:
+                reference = _allocate(context, communicator, self.wanted)
+            except SharedMemoryFull as error:
+                self.refusal = error
+        super().__init__(communicator, np.frombuffer(reference, np.uint8), name=name)
+        self.spec = self.wanted.call
+
+    def stages(self) -> Generator[Stage, None, tuple[_AllocationCall, bytes]]:
+        reference = yield from super().stages()
+        return self, reference.tobytes()
 
 
 class _Hold:
@@ -272,20 +287,24 @@ class _Hold:
 class _SharedMapping(NamedTuple):
     """Shared memory that this process has allocated, and the words of the ranks in front of it."""
 
-    offset: int
     block: NDArray[Any]
     marks: NDArray[Any]
 
 
-def _allocated(shm: SharedSegment, size: int, head: int, wanted: SharedArraySpec) -> _SharedMapping:
-    """Allocate the memory and the words in front of it, and write the content."""
+def _allocate(
+    context: ProcessContext, communicator: Communicator, wanted: SharedArraySpec
+) -> bytes:
+    """Allocate the memory and the words in front of it, write the content, return a reference."""
+    shm, head = context.shm, _head_of(communicator)
+    assert shm is not None
     block = shm.empty(head + max(1, wanted.nbytes), np.uint8)
     offset = shm.locate(block)
     assert offset is not None
-    marks = shm.view(offset, size, _WORD)
+    marks = shm.view(offset, communicator.size, _WORD)
     marks[:] = 0
     block[head : head + wanted.nbytes] = 0 if wanted.content is None else wanted.content
-    return _SharedMapping(offset, block, marks)
+    context.extras["memory_in_common"].append(_SharedMapping(block, marks))
+    return shm.refer(offset, block.nbytes).pack()
 
 
 def _require_one_host(context: ProcessContext, communicator: Communicator) -> None:

@@ -8,6 +8,7 @@ its input. All ranks see the same records, so all of them raise the same error.
 from __future__ import annotations
 
 import struct
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -158,18 +159,26 @@ def meet(
     check: Callable[[], None] | None = None,
 ) -> None:
     """Wait for all ranks at a point that they describe alike."""
+    communicator.perform(spec, partial(MeetingCall, communicator, spec, check), timeout)
 
-    def request() -> CheckedCall:
+
+class MeetingCall(CheckedCall):
+    """A call in which ranks wait for each other."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        spec: CollectiveSpec,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         if check is not None:
             check()
-        return CheckedCall(spec, barrier_stages(communicator))
+        super().__init__(spec)
+        self.communicator = communicator
 
-    communicator.perform(spec, request, timeout)
-
-
-def barrier_stages(communicator: Communicator) -> Generator[Stage, None, None]:
-    """Return the stages of a barrier."""
-    yield Stage(communicator.plan("barrier", 0), _NOTHING)
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Yield the stage of a barrier."""
+        yield Stage(self.communicator.plan("barrier", 0), _NOTHING)
 
 
 def gather_objects(
@@ -181,13 +190,18 @@ def gather_objects(
     async_op: bool = False,
 ) -> Any:
     """Gather the objects that `make` returns; an error in `make` fails the call on all ranks."""
-
-    def check() -> CheckedCall:
-        mine = pack_object(make())
-
-        def body() -> Generator[Stage, None, list[Any]]:
-            return [unpack_object(data) for data in (yield from gather_bytes(communicator, mine))]
-
-        return CheckedCall(CollectiveSpec(name), body())
-
+    check = partial(GatheredObjects, communicator, name, make)
     return communicator.perform(name, check, timeout, async_op=async_op)
+
+
+class GatheredObjects(CheckedCall):
+    """A call in which each rank gets the objects of all ranks."""
+
+    def __init__(self, communicator: Communicator, name: str, make: Callable[[], Any]) -> None:
+        super().__init__(CollectiveSpec(name))
+        self._communicator, self._mine = communicator, pack_object(make())
+
+    def stages(self) -> Generator[Stage, None, list[Any]]:
+        """Yield the stages, which end with the objects."""
+        packed = yield from gather_bytes(self._communicator, self._mine)
+        return list(map(unpack_object, packed))

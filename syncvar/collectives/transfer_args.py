@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Cacheable, plain_array, uncacheable
+from syncvar.collectives.dispatch import Cacheable, plain_form, uncacheable
+from syncvar.core.array_arguments import deliver
+from syncvar.core.errors import InternalError
 from syncvar.runtime.block_transfer import NOTHING, Blocks, Movement, TransferLayout
 from syncvar.runtime.collective_spec import fingerprint
 from syncvar.runtime.persistent_transfer import prepare_move
@@ -14,14 +17,12 @@ from syncvar.runtime.planner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.dispatch import Make
     from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent_transfer import Front
 
 UNMOVED = TransferLayout(0, NOTHING.dtype)
 """Layout of an input that cannot be moved as blocks of one shape: no rank moves any block then."""
@@ -32,72 +33,83 @@ def moves(communicator: Communicator, collective: str, algorithm: str | None = N
     return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
 
 
-def plain_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
-) -> NDArray[Any] | None:
-    """Return the array of a call with an op, a root, or both, and no algorithm; else None."""
-    *options, algorithm = rest
-    is_plain = all(isinstance(one, str) or type(one) is int for one in options)
-    return plain_array(x) if is_plain and algorithm is None else None
-
-
-class TransferArgs(Cacheable):
-    """A checked call that moves blocks.
+class TransferCall(Cacheable):
+    """A checked call that moves blocks. A subclass is one collective.
 
     Args:
+        communicator: The group.
         spec: Description of the call.
         layout: Layout of the blocks; `UNMOVED` if the input has none, None without shared memory.
-        arrange: Function that returns the arrays of this call; None for `UNMOVED`.
-        finish: Function of the outputs that returns the result.
-        general: Stages for inputs that differ between ranks; None if they may not differ.
-        front: Function of (x, out) that returns the arrays of a persistent call, or None if `out`
-            does not serve. None if there are no persistent calls.
+        inputs: Arrays of this rank.
+        out: The caller's output, or None.
     """
 
-    __slots__ = ("_front", "_layout", "general")
+    form_of = staticmethod(plain_form)
 
     def __init__(
         self,
+        communicator: Communicator,
         spec: CollectiveSpec,
         layout: TransferLayout | None,
-        arrange: Callable[[], Blocks | None],
-        finish: Callable[[Any], Any],
-        general: Callable[[], Generator[Stage, None, Any]] | None,
-        front: Front | None = None,
+        inputs: list[NDArray[Any]],
+        out: Any = None,
     ) -> None:
-        self._layout, self.general, self._front = layout, general, front
-        super().__init__(spec, self._stages(arrange, finish))
+        super().__init__(spec)
+        self.communicator, self.layout, self.inputs, self.out = communicator, layout, inputs, out
+        self.size, self.rank = communicator.size, communicator.member_rank
 
-    def _stages(
-        self, arrange: Callable[[], Blocks | None], finish: Callable[[Any], Any]
-    ) -> Generator[Stage, None, Any]:
-        layout = self._layout
+    def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
+        """Return the `inputs` of a persistent call; this object has none then, and no `out`."""
+        return [x]
+
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        """Return the arrays of a call with such inputs."""
+        raise NotImplementedError
+
+    def arrange(self) -> Blocks | None:
+        """Return the arrays of this call; None if they cannot be moved as blocks."""
+        return self.blocks_of(self.inputs, self.out)
+
+    def bind(self, x: NDArray[Any], out: Any) -> Blocks | None:
+        """Return the arrays of a persistent call, or None if `out` does not serve."""
+        blocks = self.blocks_of(self.parts_of(x), out)
+        is_fit = out is None or blocks.output is out or blocks.output is NOTHING
+        return blocks if is_fit else None
+
+    def finish(self, output: Any) -> Any:
+        """Return the result of the call from the output of its blocks."""
+        return deliver(output, self.out)
+
+    def slow_path(self) -> Generator[Stage, None, Any]:
+        """Return the stages for links, and for inputs that differ between ranks."""
+        raise InternalError(f"{self.spec}: the inputs of the ranks differ, but must not")
+
+    def slow_path_of(self, x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
+        """Return the slow path of a persistent call."""
+        call = copy(self)
+        call.inputs, call.out = self.parts_of(x), out
+        return call.slow_path()
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Yield the movement, then the slow path if nothing has been moved."""
+        layout = self.layout
         if layout is not None:
-            blocks = None if layout is UNMOVED else arrange()
+            blocks = None if layout is UNMOVED else self.arrange()
             movement = (
                 Movement(UNMOVED, Blocks(NOTHING)) if blocks is None else Movement(layout, blocks)
             )
             yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
             if movement.is_done:
-                return finish(movement.blocks.output)
-        return None if self.general is None else (yield from self.general())
+                return self.finish(movement.blocks.output)
+        return (yield from self.slow_path())
 
-    def prepared(
-        self, communicator: Communicator, like: NDArray[Any], make: Make
-    ) -> PreparedCall | None:
+    def prepared(self, like: NDArray[Any]) -> PreparedCall | None:
         """Build the persistent call of such calls; see `Cacheable`."""
-        if self._layout is None or self._front is None or not like.dtype.isnative:
+        if self.layout is None or not like.dtype.isnative:
             return uncacheable
-
-        def general(x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
-            request = make(x, out)
-            request.body.close()
-            assert isinstance(request, TransferArgs)
-            assert request.general is not None
-            return request.general()
-
-        body = None if self.general is None else general
-        return prepare_move(communicator, self.spec, self._layout, self._front, body, like)
+        self.inputs, self.out = [], None  # the persistent call keeps this object
+        paths = self.bind, self.slow_path_of
+        return prepare_move(self.communicator, self.spec, self.layout, *paths, like)
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
@@ -117,9 +129,10 @@ def result_buffer(
     return np.empty(shape, dtype)
 
 
-def fits_out(blocks: Blocks, out: Any) -> Blocks | None:
-    """Return the arrays of a call if its result, where there is one, is in `out`."""
-    return blocks if out is None or blocks.output is out or blocks.output is NOTHING else None
+def even_parts(x: NDArray[Any], size: int) -> list[NDArray[Any]]:
+    """Return the parts of an array that is cut along axis 0, all of one shape."""
+    rows = x.shape[0] // size
+    return [x[rows * place : rows * (place + 1)] for place in range(size)]
 
 
 def place_of(source: int, dest: int) -> int:

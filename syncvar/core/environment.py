@@ -33,6 +33,7 @@ _INTEGERS = {
     "servers": "SERVERS",
     "server_replicas": "SERVER_REPLICAS",
     "incarnation": "INCARNATION",
+    "program": "PROGRAM",
 }
 _MAY_BE_ABSENT = {
     "host_count": "1",
@@ -40,6 +41,7 @@ _MAY_BE_ABSENT = {
     "servers": "0",
     "server_replicas": "0",
     "incarnation": "0",
+    "program": "0",
 }
 _TEXTS = {
     "rendezvous": "RENDEZVOUS",
@@ -79,6 +81,7 @@ class RankEnvironment(NamedTuple):
         servers: Number of servers.
         server_replicas: Number of other servers that hold a replica of each server's variables.
         incarnation: Number of earlier processes that this one replaces, for a server.
+        program: 0-based index of its program in a job of several (MPI_APPNUM).
     """
 
     rank: int
@@ -100,6 +103,7 @@ class RankEnvironment(NamedTuple):
     servers: int = 0
     server_replicas: int = 0
     incarnation: int = 0
+    program: int = 0
 
     @property
     def socket_directory(self) -> str:

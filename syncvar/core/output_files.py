@@ -105,6 +105,7 @@ def refuse_foreign_links(path: str) -> None:
 
 LOST_FILE_EVENT = "lost_file"  # status record of a rank about a lost file
 AUTO_LOG = "SYNCVAR_AUTO_LOG"  # origin of the file with AUTO's decisions
+MATCH_LOG = "SYNCVAR_MATCH_LOG"  # origin of the files with the sources of messages
 EVIDENCE = "flight records"  # origin; no user requests them, so a loss keeps the exit code
 
 _PROBE_NBYTES = 4096

@@ -293,6 +293,15 @@ class RuntimeConfig(_Settings):
     auto_replay: str = _setting(
         "path", "file of decisions that AUTO follows instead of deciding", default=""
     )
+    match_log: str = _setting(
+        "path",
+        "folder to which each rank writes the messages that its probes and receives from any "
+        "source find",
+        default="",
+    )
+    match_replay: str = _setting(
+        "path", "such a folder, whose messages are found again instead of others", default=""
+    )
 
     def consistent(self) -> RuntimeConfig:
         """Return these settings, or raise ConfigError if two of them contradict each other.

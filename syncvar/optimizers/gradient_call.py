@@ -6,18 +6,19 @@ A gradient may name rows, as (indices, values) or an object that has both, like 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.collectives.dispatch import call_persistent
 from syncvar.collectives.reduce_args import ReduceOptions
+from syncvar.collectives.stage_builders import MeetingCall
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import compute_dtype
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
-from syncvar.runtime.communicator import CheckedCall
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -35,13 +36,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.reduce_args import ReduceArgs
     from syncvar.optimizers.gradient_buckets import BucketPlan
+    from syncvar.runtime.communicator import CheckedCall
     from syncvar.variables.variable_owner import VariableOwner
 
 _MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
-_SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
-_NOTHING = np.empty(0, np.uint8)
+_SAME = decide(*_MODE, AccessKind.ASSIGN)
 _NAME = "apply_gradients"
 _HINT = (
     "Gradients that are used as given must be the same on every replica. Pass each replica's own "
@@ -169,19 +169,19 @@ def combining_request(
     """Return the request that combines the gradients of all replicas in place, or compares them."""
     communicator = owner.communicator
     if not plan.shared:
-        meeting = ReplicaAccess(_MEETING, communicator, _NAME, "", reproducible=False)
-        request = request_of(meeting, _NOTHING)
+        call: CheckedCall = MeetingCall(communicator, spec)
     elif not op:
         together = np.concatenate([bucket.flat.view(np.uint8) for bucket in plan.shared])
         same = ReplicaAccess(_SAME, communicator, spec.label, _HINT, reproducible=False)
-        request = request_of(same, together)
+        call = request_of(same, together)
     else:
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
         options = ReduceOptions(owner.reproducible)
-        request = reduce_request(communicator, value, op, out=value, name=_NAME, options=options)
-    return CheckedCall(spec, request.body)
+        call = AllReduceCall(communicator, value, op, out=value, name=_NAME, options=options)
+    call.spec = spec
+    return call
 
 
 def combine_cached(
@@ -196,11 +196,8 @@ def combine_cached(
         return False
     communicator, bucket = owner.communicator, plan.shared[0]
     array = bucket.whole if weighted else bucket.flat  # the last element of `whole` is the weight
-
-    def make(x: Any, out: Any) -> ReduceArgs:
-        options = ReduceOptions(owner.reproducible)
-        return reduce_request(communicator, x, op, out=out, name=_NAME, options=options)
-
+    options = ReduceOptions(owner.reproducible)
+    check = partial(AllReduceCall, communicator, array, op, out=array, name=_NAME, options=options)
     key = (_NAME, op, owner.reproducible)
-    found = call_persistent(communicator, key, array, array, owner.timeout, make, spec)
+    found = call_persistent(communicator, key, array, array, owner.timeout, check, spec)
     return found is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.reduce_args import check_finite
-from syncvar.collectives.sharded_sums import shards_request
+from syncvar.collectives.sharded_sums import ShardsCall
 from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.gradient_call import Call, combine_cached, combining_request
@@ -165,7 +165,7 @@ class GradientStep:
             shown=(self.name, call.shown),
         )
         if call.shards is not None:
-            request = partial(shards_request, communicator, call.shards, call.op, name=spec)
+            request = partial(ShardsCall, communicator, call.shards, call.op, name=spec)
             totals = communicator.perform("apply_gradients", request, owner.timeout)
             for part, total in zip(plan.parts, totals, strict=True):
                 part.gradient[...] = total

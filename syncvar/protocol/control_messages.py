@@ -43,6 +43,8 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         **_of(str, "description site"),
         **_of(bool, "mismatch has_active_threads"),
         **_of(_Ranks, "members awaiting"),
+        # (rank, group, call), flattened: one of these calls ends the wait; empty if all ranks must
+        "alternatives": list[int],
         "waited_s": float,
         "entered": _Counts,
     },

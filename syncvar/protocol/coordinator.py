@@ -226,6 +226,7 @@ class Coordinator:
     # -- one handler for each kind of message ------------------------------------------------------
 
     def _wait_report(self, rank: int, message: Message, now: float) -> list[Action]:
+        flat = message["alternatives"]
         report = WaitReport(
             rank=rank,
             group=message["group"],
@@ -241,6 +242,7 @@ class Coordinator:
             mismatch=message["mismatch"],
             has_active_threads=message["has_active_threads"],
             entered=message["entered"],
+            alternatives=tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=False)),
         )
         self._reports[rank, report.group, report.call] = report
         return self._judge(now)

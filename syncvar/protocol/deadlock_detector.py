@@ -8,6 +8,8 @@ says that no rank finishes a call before all ranks of the group enter it.
 * Deadlock: a waiting rank waits for each member that has not entered its call. If these edges
   form a cycle of ranks with no other active thread, none of them ever moves again. Reports may be
   of different times: a rank that has reported stays blocked until the next rank enters its call.
+  A rank that waits for a message from any source waits for one of several ranks. It is part of a
+  deadlock if all of them are.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _MISMATCH = (
     "with the same shape and dtype, and none of them inside `if sv.rank() == 0:`"
 )
 _DEADLOCK = "deadlock: each rank in the table waits for the next one"
+_ALL_ENTERED = "all ranks have entered it, and data are missing"
 _NOT_REPORTED = "has not reported"
 _NO_THREAD_ANSWERS = "no Python thread answers"
 
@@ -56,6 +59,9 @@ class WaitReport(NamedTuple):
     mismatch: bool  # whether the rank has seen a frame with another fingerprint
     has_active_threads: bool  # whether another thread of the rank could still make calls
     entered: dict[int, int]  # last call that the rank has entered, by group
+    # (rank, group, call): one of these calls ends the wait, for instance a send. Empty: all ranks
+    # of the group have to enter the call.
+    alternatives: tuple[tuple[int, int, int], ...] = ()
 
     def describe(self) -> str:
         """Return the call with its number and its place in the program."""
@@ -113,26 +119,59 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
             movable.add(report.rank)
         waiting[report.rank] = report
     waiting = {rank: report for rank, report in waiting.items() if rank not in movable}
-    edges = {
-        rank: [
-            other
-            for other in report.members
-            if other in waiting
-            and other != rank
-            and waiting[other].entered.get(report.group, -1) < report.call
-        ]
-        for rank, report in waiting.items()
-    }
+    edges = _stuck_edges(waiting)
     cycle = _find_cycle(edges)
+    following = {rank: [cycle[(at + 1) % len(cycle)]] for at, rank in enumerate(cycle)}
+    if any(len(waiting[rank].alternatives) > 1 for rank in cycle):
+        following = _reachable(edges, cycle)  # the other alternatives belong to it
     table = {
-        rank: f"waits in {waiting[rank].describe()} for rank {cycle[(index + 1) % len(cycle)]}"
-        for index, rank in enumerate(cycle)
+        rank: f"waits in {waiting[rank].describe()} for {rank_list(others)}"
+        for rank, others in following.items()
     }
-    calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in cycle}
+    calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in following}
     return [
         DeadlockReport(group, call, members, _DEADLOCK, table, is_deadlock=True)
         for (group, call), members in calls.items()
     ]
+
+
+def _stuck_edges(waiting: dict[int, WaitReport]) -> dict[int, list[int]]:
+    """Return for which ranks each rank waits, of the ranks that can only move if another does."""
+    edges = {rank: _blocking(report, waiting) for rank, report in waiting.items()}
+    size = -1
+    while len(edges) != size:
+        size = len(edges)
+        edges = {
+            rank: stuck
+            for rank, others in edges.items()
+            if (stuck := [other for other in others if other in edges])
+            and len(stuck) >= len(waiting[rank].alternatives)
+        }
+    return edges
+
+
+def _blocking(report: WaitReport, waiting: dict[int, WaitReport]) -> list[int]:
+    """Return the waiting ranks that have not entered a call that a rank waits for."""
+    awaited = report.alternatives or [(rank, report.group, report.call) for rank in report.members]
+    return [
+        other
+        for other, group, call in awaited
+        if other in waiting
+        and other != report.rank
+        and waiting[other].entered.get(group, -1) < call
+    ]
+
+
+def _reachable(edges: dict[int, list[int]], start: list[int]) -> dict[int, list[int]]:
+    """Return the edges of all ranks to which edges lead from some ranks."""
+    found: dict[int, list[int]] = {}
+    ahead = list(start)
+    while ahead:
+        rank = ahead.pop(0)
+        if rank not in found:
+            found[rank] = edges[rank]
+            ahead += edges[rank]
+    return found
 
 
 def _find_cycle(edges: dict[int, list[int]]) -> list[int]:
@@ -192,6 +231,8 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
         waiting = [report.rank for report in ours]
         others = {rank: first[rank].describe() for rank in late if rank in first}
         sentence = _stall_sentence(waiting, waited_s, ours[0].describe(), late, others)
+        if len(ours[0].members) == 1:
+            sentence = sentence.replace(_ALL_ENTERED, "no message has come")
         result.append(Stall((group, call), waited_s, sentence, late))
     return result
 
@@ -207,7 +248,7 @@ def _stall_sentence(
     if late:
         waits += f"{rank_list(late)} {_have(late)} not entered it"
     else:
-        waits += "all ranks have entered it, and data are missing"
+        waits += _ALL_ENTERED
     return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in other_calls.items())
 
 

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 SETTING = "set."
 """Prefix of settings in `about` that must be equal on all ranks."""
 
+SCRIPT = "script"
+"""Prefix of entries of `about` with the script of a program: "script", "script1" and so on."""
+
 _MUST_AGREE = {"syncvar": "syncvar", "protocol": "protocol", "byte_order": "byte order"}
-_SHOULD_AGREE = {"python": "Python", "numpy": "NumPy", "script": "script"}
+_SHOULD_AGREE = {"python": "Python", "numpy": "NumPy"}
 
 _ENTRIES_MAX = 64
 _NAME_MAX = 64
@@ -69,9 +72,10 @@ def compare_abouts(abouts: Mapping[int, Mapping[str, int | str]]) -> tuple[str, 
         first = "the ranks differ in what must be equal:"
         last = "install the same syncvar everywhere, and give all ranks the same settings"
         refusal = "\n".join((first, *lines[:_LINES_MAX], *rest, last))
+    scripts = sorted(name for name in names if name.startswith(SCRIPT))
     parts = [
         f"{label} {values}"
-        for name, label in _SHOULD_AGREE.items()
+        for name, label in {**_SHOULD_AGREE, **dict.fromkeys(scripts, SCRIPT)}.items()
         if (values := _values(abouts, name, skips_empty=True))
     ]
     return refusal, f"the ranks differ: {'; '.join(parts)}" if parts else ""

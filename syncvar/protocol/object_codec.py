@@ -266,19 +266,23 @@ def _is_same_class(one: type, other: type) -> bool:
     return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
 
+class _CannotDecodeError(Exception):
+    """An object of a class of the program cannot be built on this rank."""
+
+
 def _registered_object(name: Any, data: Any) -> Any:
     if not isinstance(name, str):
         raise WireError("the name of a class must be a text")
     known = _names.get(name)
     if known is None:
-        raise ConfigError(
+        raise _CannotDecodeError(
             f"the object is a {name!r:.100}, and this process has not registered such a class: "
             f"call sv.register_object(cls, encode, decode, name={name!r:.100}) on every rank first"
         )
     try:
         return known.decode(data)
     except Exception as error:  # the program's function may raise anything
-        raise ConfigError(
+        raise _CannotDecodeError(
             f"the decode function of {known.name!r} raised {type(error).__name__}: {error}"
         ) from error
 
@@ -411,8 +415,16 @@ def _is_flat(value: Any) -> bool:
 
 
 def unpack_object(data: bytes) -> Any:
-    """Return the object in `data`, from `pack_object`, or raise WireError."""
-    return _unpack(data, 0)
+    """Return the object in `data`, from `pack_object`.
+
+    Raises:
+        WireError: The bytes are no packed object.
+        ConfigError: This process has not registered a class, or its decode function has failed.
+    """
+    try:
+        return _unpack(data, 0)
+    except _CannotDecodeError as error:
+        raise ConfigError(str(error)) from error.__cause__
 
 
 def _unpack(data: bytes, depth: int) -> Any:
@@ -426,7 +438,7 @@ def _unpack(data: bytes, depth: int) -> Any:
             use_list=True,
             ext_hook=lambda code, inner: _restore(code, inner, depth),
         )
-    except (WireError, ConfigError):
+    except WireError:
         raise
     except (*_UNPACK_ERRORS, RecursionError) as error:
         raise WireError(f"the bytes are no packed object: {error}") from error

@@ -215,6 +215,7 @@ class StartedCalls:
             description=operation.label,
             site=call_site(operation.thread),
             awaiting=list(operation.awaiting),
+            alternatives=list(operation.alternatives),
             waited_s=now - operation.started,
             mismatch=operation.mismatch,
             has_active_threads=operation.thread == 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from syncvar._native import CommunicatorState, note_change
@@ -41,21 +40,34 @@ _PREPARED_MAX = 2048
 _EPOCH_CALLS = 10**6
 
 
-@dataclass(slots=True)
 class CheckedCall:
-    """A call whose arguments are checked, ready to become a request."""
+    """A call whose arguments are checked, ready to become a request. A subclass is one call."""
 
-    spec: CollectiveSpec
-    body: Generator[Stage, None, Any]
-    message: Sending | Receiving | None = None  # may use a ring in shared memory
+    message: Sending | Receiving | None = None
 
-    def then(self, finish: Callable[[Any], Any]) -> CheckedCall:
-        """Return the call whose result is `finish` of this one's result."""
+    def __init__(self, spec: CollectiveSpec) -> None:
+        self.spec = spec
 
-        def body() -> Generator[Stage, None, Any]:
-            return finish((yield from self.body))
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Return the stages, which end with the result of the call."""
+        raise NotImplementedError
 
-        return CheckedCall(self.spec, body())
+
+class MessageCall(CheckedCall):
+    """A message, which may use a ring in shared memory, or else takes its stages over links."""
+
+    def __init__(
+        self,
+        spec: CollectiveSpec,
+        stages: Generator[Stage, None, Any],
+        message: Sending | Receiving | None,
+    ) -> None:
+        super().__init__(spec)
+        self._stages, self.message = stages, message
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Return the stages over links."""
+        return self._stages
 
 
 def _end_of(number: int) -> int:
@@ -382,7 +394,7 @@ class Communicator(CommunicatorState):
         links = None if is_shared else LinkExchange(entry, self.frame_sink)
         if is_shared and self.engine is not None and self.engine.async_calls:
             self.engine.adopt()  # cached calls that are before it in the channel's queue
-        steps = stage_steps(entry, request.body, channel, links)
+        steps = stage_steps(entry, request.stages(), channel, links)
         if message is None or links is None:
             return Request(entry, steps, channel, links)
         operation = Request(entry, message.steps(entry, links, steps), channel, links)

@@ -37,7 +37,7 @@ from syncvar.protocol.fixed_records import (
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.runtime.call_record import CallInfo, PendingRecord
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
-from syncvar.runtime.communicator import CheckedCall
+from syncvar.runtime.communicator import CheckedCall, MessageCall
 from syncvar.runtime.p2p_requests import WAY, Receiving, Sending
 from syncvar.runtime.request import Request, Stage
 from syncvar.runtime.work import Work
@@ -112,7 +112,7 @@ class ReceiveArgs(NamedTuple):
 
     def finish(self, kind: int, message: NDArray[Any]) -> Any:
         """Return the result of a message; raise ConfigError if it is not as expected."""
-        if self.kind in (kind, EITHER) and (kind == ARRAY or self.out is None):
+        if kind == self.kind or (self.kind == EITHER and (kind == ARRAY or self.out is None)):
             return deliver(message, self.out) if kind == ARRAY else unpack_object(message.tobytes())
         if kind == BYTES:
             raise ConfigError(
@@ -332,7 +332,7 @@ class SendChannel(P2PChannel):
             message = Sending(self.end, type_code, array, is_long=is_long)
         data = np.frombuffer(pack_record(record), np.uint8)
         body = self._stages(data, array.reshape(-1), waits=is_long)
-        return CheckedCall(self._spec(kind, array), body, message)
+        return MessageCall(self._spec(kind, array), body, message)
 
     def _stages(
         self, record: NDArray[Any], work: NDArray[Any], *, waits: bool
@@ -401,7 +401,7 @@ class RecvChannel(P2PChannel):
     def checked(self, args: ReceiveArgs) -> CheckedCall:
         """Return the call that receives a message."""
         message = None if self.end is None else Receiving(self.end, args.landing, args.finish)
-        return CheckedCall(self._spec(args.kind, None), self._stages(args), message)
+        return MessageCall(self._spec(args.kind, None), self._stages(args), message)
 
     def _stages(self, args: ReceiveArgs) -> Generator[Stage, None, Any]:
         data = np.empty(RECORD_BYTES, np.uint8)

@@ -267,7 +267,8 @@ class RecvEndpoint(RingEndpoint):
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            self._drop_forgotten()
+            if self._forgotten:
+                self._drop_forgotten()
             found = self._pop(key) or self._search(key, landing)
             return self._read(key, found, landing) if isinstance(found, RingEntry) else found
         finally:

@@ -18,12 +18,21 @@ import os
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.array_types import dtype_from_index
-from syncvar.core.errors import SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.output_files import (
+    MATCH_LOG,
+    REQUESTED,
+    LostFile,
+    check_folder,
+    report_lost_file,
+    write_error_text,
+)
 from syncvar.protocol.fixed_records import ARRAY, BYTES, RECORD_BYTES, unpack_record
 from syncvar.protocol.frame import FrameType
 from syncvar.runtime.call_record import CallInfo, PendingRecord, own_site
@@ -113,6 +122,15 @@ class AnyMessage(NamedTuple):
     is_object: bool
 
 
+class Search(NamedTuple):
+    """Where a numbered call looks for a message."""
+
+    call: int
+    sources: Sequence[int]
+    tag: int | None  # None: any tag
+    waits: bool
+
+
 def _info_of(source: int, tag: int, form: MessageForm) -> MessageInfo:
     kind, dtype, shape = form
     nbytes = math.prod(shape) * dtype.itemsize
@@ -161,6 +179,65 @@ def _drop_idle(channels: dict[tuple[int, int, int], P2PChannel]) -> None:
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
+# -- which messages were found ---------------------------------------------------------------------
+
+
+class MatchLog:
+    """The messages that the probes and receives from any source of a rank have found.
+
+    `match_log` writes them to a file of a folder, one line each: identity of the group, number of
+    the call in it, source, tag. `match_replay` reads such a file, and the calls find the same ones.
+    """
+
+    def __init__(self, log: str, replay: str, rank: int) -> None:
+        self._name = f"matches-{rank}.log"
+        self._path = os.path.join(log, self._name) if log else ""
+        self._mode = os.O_TRUNC
+        self._found: dict[tuple[int, int], tuple[int, int]] = {}
+        self._last: dict[int, int] = {}  # last call of each group that found something
+        if log:
+            check_folder(log, MATCH_LOG)
+        if replay:
+            self._read(os.path.join(replay, self._name))
+
+    def _read(self, path: str) -> None:
+        try:
+            for line in Path(path).read_text(encoding="utf-8").splitlines():
+                group, call, source, tag = (int(word, 16) for word in line.split())
+                self._found[group, call] = source, tag
+                self._last[group] = max(call, self._last.get(group, 0))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"match_replay: {path} cannot be read: {error}. Name a folder that "
+                f"{MATCH_LOG} has made, in a job of as many ranks"
+            ) from error
+
+    def add(self, group: int, call: int, found: MessageInfo) -> None:
+        """Write which message a call has found."""
+        if not self._path:
+            return
+        line = f"{group:x} {call:x} {found.source:x} {found.tag:x}\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | self._mode
+        try:
+            file = os.open(self._path, flags, REQUESTED)
+            try:
+                os.write(file, line.encode())
+            finally:
+                os.close(file)
+        except OSError as error:
+            report_lost_file(LostFile(self._path, MATCH_LOG, write_error_text(error)))
+            self._path = ""  # a log with a hole would mislead a replay
+        self._mode = 0
+
+    def recorded(self, group: int, call: int) -> tuple[int, int] | None:
+        """Return the source and tag that a call found in the recorded run."""
+        return self._found.get((group, call))
+
+    def found_nothing(self, group: int, call: int) -> bool:
+        """Return whether a call of the recorded run found nothing, and a later one something."""
+        return call < self._last.get(group, 0) and (group, call) not in self._found
+
+
 # -- messages that have come -----------------------------------------------------------------------
 
 
@@ -190,6 +267,10 @@ class MessageMatcher:
         self._context = context
         self._first = 0  # source at which the next search begins
         self._calls = itertools.count()
+        if "matches" not in context.extras:
+            config, rank = context.config, communicator.members[self.rank]
+            context.extras["matches"] = MatchLog(config.match_log, config.match_replay, rank)
+        self._log: MatchLog = context.extras["matches"]
         self._members = (communicator.members[self.rank],)
         self._identity = fingerprint("any source", communicator.identity, *self._members)
 
@@ -293,21 +374,40 @@ class MessageMatcher:
             if self.engine.queues:
                 send_queued(self.engine.queues)
 
-    def record(self, spec: CollectiveSpec, found: MessageInfo, begin: int) -> None:
-        """Record a probe that has ended at once, or the choice of a source."""
-        info = self._call_info(spec)._replace(path=self.choice(found), nbytes=found.nbytes)
-        entry = (info, next(self._calls), begin, monotonic_ns(), get_ident())
-        self.communicator.recorder.add(entry)
+    def search(self, sources: Sequence[int], tag: int | None, *, waits: bool) -> Search:
+        """Number a call, and return where it looks for a message: in a replay at the recorded one.
 
-    def choice(self, found: MessageInfo) -> str:
-        """Return the message that was found, for the record."""
+        Raises UsageError if a replayed call waits that found nothing in the recorded run.
+        """
+        call = next(self._calls)
+        recorded = self._log.recorded(self.communicator.identity, call)
+        if recorded is not None:
+            return Search(call, recorded[:1], recorded[1], waits=True)
+        if self._log.found_nothing(self.communicator.identity, call):
+            if waits:
+                raise UsageError(
+                    f"match_replay: in the recorded run call {call + 1} of sv.probe and "
+                    "sv.recv_any in this group found no message. Replay the same program"
+                )
+            return Search(call, (), tag, waits=False)
+        return Search(call, sources, tag, waits=waits)
+
+    def record(self, spec: CollectiveSpec, call: int, found: MessageInfo, begin: int) -> None:
+        """Record a probe that has ended at once, or the choice of a source."""
+        info = self._call_info(spec)._replace(path=self.choice(call, found), nbytes=found.nbytes)
+        self.communicator.recorder.add((info, call, begin, monotonic_ns(), get_ident()))
+
+    def choice(self, call: int, found: MessageInfo) -> str:
+        """Write to the log which message a call has found; return it as text for the record."""
+        self._log.add(self.communicator.identity, call, found)
         return f"found rank {self.communicator.members[found.source]}, tag {found.tag}"
 
-    def request(self, spec: CollectiveSpec, steps: ProbeSteps) -> Request:
+    def request(self, spec: CollectiveSpec, call: int, steps: ProbeSteps) -> Request:
         """Return a request that waits for a message."""
-        entry = self.communicator.recorder.begin(self._call_info(spec), next(self._calls))
+        entry = self.communicator.recorder.begin(self._call_info(spec), call)
         operation = steps.wait.outer = Request(entry, steps.run(entry))
         operation.is_shared = True  # nothing else signals its end
+        operation.alternatives = steps.wait.alternatives()
         return operation
 
     def _call_info(self, spec: CollectiveSpec) -> CallInfo:
@@ -379,6 +479,20 @@ class MessageWait:
         members = self._matcher.communicator.members
         return tuple(members[one] for one in self._sources if one != self._matcher.rank)
 
+    def alternatives(self) -> tuple[int, ...]:
+        """Return `Request.alternatives`; empty for any tag, whose calls have no fixed identity."""
+        matcher, found = self._matcher, []
+        members, engine = matcher.communicator.members, matcher.engine
+        assert engine is not None
+        for source in self._sources if self._tag is not None else ():
+            if source != matcher.rank and members[source] not in engine.book.left:
+                assert self._tag is not None
+                pair = pair_identity(matcher.communicator.identity, source, matcher.rank)
+                identity = stream_identity(pair, self._tag)
+                call = matcher.next_call(source, self._tag, identity)
+                found += [members[source], identity, call]
+        return tuple(found)
+
     @property
     def is_waited_for(self) -> bool:
         """Whether a thread waits; else the program may still send a message to this rank itself."""
@@ -422,7 +536,7 @@ class ProbeSteps:
         """Return the steps of a request with this record."""
         yield self.wait
         assert self.wait.found is not None
-        entry.way = self.matcher.choice(self.wait.found)
+        entry.way = self.matcher.choice(entry.call, self.wait.found)
         return self.wait.found
 
 
@@ -497,7 +611,7 @@ class AnyReceiveSteps(ProbeSteps):
         yield self.wait
         found, receive, engine = self.wait.found, self.wait.receive, self.matcher.engine
         assert found is not None and receive is not None and engine is not None  # noqa: PT018
-        entry.way, entry.nbytes = self.matcher.choice(found), found.nbytes
+        entry.way, entry.nbytes = self.matcher.choice(entry.call, found), found.nbytes
         if not receive.is_over:
             outer = self.wait.outer
             receive.started, receive.deadline = time.monotonic(), outer.deadline
@@ -532,15 +646,16 @@ def probe_messages(
     begin = monotonic_ns()
     allowed = None if timeout is None else checked_timeout(timeout)
     matcher.require_usable(spec)
+    call, sources, tag, waits = matcher.search(sources, tag, waits=waits)
     found = matcher.find_or_poll(sources, tag)
     if found is not None:
-        matcher.record(spec, found, begin)
+        matcher.record(spec, call, found, begin)
     if found is not None or not waits:
         return found
     if matcher.engine is None or tuple(sources) == (matcher.rank,):
         raise matcher.mailbox.refusal(spec.collective, tag, "probe after that")
     wait = MessageWait(matcher, sources, tag, spec.label)
-    operation = matcher.request(spec, ProbeSteps(matcher, wait))
+    operation = matcher.request(spec, call, ProbeSteps(matcher, wait))
     result: MessageInfo = matcher.engine.run(operation, allowed)
     return result
 
@@ -553,19 +668,23 @@ def receive_any(
     timeout: float | None,
 ) -> AnyMessage:
     """Receive the next message from any source."""
-    begin = monotonic_ns()
+    begin, ranks = monotonic_ns(), range(matcher.communicator.size)
+    allowed = None if timeout is None else checked_timeout(timeout)
     matcher.require_usable(spec)
-    sources = range(matcher.communicator.size)
+    search = matcher.search(ranks, tag, waits=True)
+    call, sources, tag, _ = search
     found = matcher.find_or_poll(sources, tag)
-    if len(sources) == 1 or (found is not None and found.source == matcher.rank):
+    if len(ranks) == 1 or (found is not None and found.source == matcher.rank):
         own: AnyMessage = matcher.mailbox.receive(tag, args, async_op=False, is_any=True)
+        if found is not None:
+            matcher.record(spec, call, found, begin)
         return own
     if found is not None:
         delivered = matcher.channel(found).receive(_exact(args, found), None, waits=False)
         if delivered is not None:
-            matcher.record(spec, found, begin)
+            matcher.record(spec, call, found, begin)
             return AnyMessage(found.source, delivered.result, found.tag, found.is_object)
-    result: AnyMessage = start_any_receive(matcher, tag, args, spec, timeout).wait()
+    result: AnyMessage = _started(matcher, search, args, spec, allowed).wait()
     return result
 
 
@@ -579,12 +698,24 @@ def start_any_receive(
     """Start a receive from any source."""
     allowed = None if timeout is None else checked_timeout(timeout)
     matcher.require_usable(spec)
-    engine, sources = matcher.engine, range(matcher.communicator.size)
-    if engine is None or len(sources) == 1:
+    ranks = range(matcher.communicator.size)
+    if len(ranks) == 1:
         work: Work = matcher.mailbox.receive(tag, args, async_op=True, is_any=True)
         return work
-    steps = AnyReceiveSteps(matcher, sources, tag, args)
-    operation = matcher.request(spec, steps)
+    return _started(matcher, matcher.search(ranks, tag, waits=True), args, spec, allowed)
+
+
+def _started(
+    matcher: MessageMatcher,
+    search: Search,
+    args: ReceiveArgs,
+    spec: CollectiveSpec,
+    allowed: float | None,
+) -> Work:
+    engine = matcher.engine
+    assert engine is not None  # there are two ranks
+    steps = AnyReceiveSteps(matcher, search.sources, search.tag, args)
+    operation = matcher.request(spec, search.call, steps)
     operation.site = own_site()
     engine.start(operation, allowed)
     if not operation.is_over:

@@ -18,11 +18,7 @@ from syncvar.runtime.block_transfer import (
     take_blocks,
 )
 from syncvar.runtime.call_record import UNRECORDED
-from syncvar.runtime.persistent_call import (
-    NativeCallSpec,
-    PersistentCall,
-    may_persist,
-)
+from syncvar.runtime.persistent_call import NativeCallSpec, PersistentCall, may_persist
 from syncvar.runtime.request import stage_steps
 
 if TYPE_CHECKING:
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
     from syncvar.shm.group_channel import GroupChannel
 
     Front = Callable[[NDArray[Any], Any], Blocks | None]
-    General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
+    SlowPath = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
 
 
 def prepare_move(
@@ -46,7 +42,7 @@ def prepare_move(
     spec: CollectiveSpec,
     layout: TransferLayout,
     front: Front,
-    general: General | None,
+    slow_path: SlowPath,
     example: NDArray[Any],
 ) -> PreparedCall | None:
     """Build the persistent call of transfers, or return None if there is none.
@@ -57,15 +53,15 @@ def prepare_move(
         layout: Layout of the blocks.
         front: Function of (x, out) that returns the arrays of a call; None, or an error, for the
             slow path.
-        general: Function of (x, out) that returns the body of the call, without its first stage,
-            for inputs that differ between ranks.
+        slow_path: Function of (x, out) that returns the stages of a call after the first one, for
+            inputs that differ between ranks.
         example: Example input of this rank.
     """
     if not may_persist(communicator):
         return None
     assert communicator.channel is not None
     info = communicator.call_info(spec, layout.nbytes, "shm")
-    program = MoveProgram(communicator.channel, layout, front, general)
+    program = MoveProgram(communicator.channel, layout, front, slow_path)
     call = PersistentCall(communicator, info, program, is_timed=True)
     return program.build_native(call, example) or call
 
@@ -92,10 +88,9 @@ class BoundMove:
     def slow_path(self) -> Generator[Any, None, Any]:
         """Return the steps of the same call with a header, which inputs that differ need."""
         program = self.program
-        if program.general is None:
-            raise InternalError("the inputs of the ranks differ, but must not")
+        stages = program.slow_path(self.x, self.out)
         output = yield from stage_steps(
-            UNRECORDED, program.general(self.x, self.out), program.channel, None, has_published=True
+            UNRECORDED, stages, program.channel, None, has_published=True
         )
         # None would mean that nothing was done.
         return self.held.blocks.output if output is None else output
@@ -105,10 +100,10 @@ class MoveProgram:
     """The program of a transfer on this rank; see `SharedProgram`."""
 
     def __init__(
-        self, channel: GroupChannel, layout: TransferLayout, front: Front, general: General | None
+        self, channel: GroupChannel, layout: TransferLayout, front: Front, slow_path: SlowPath
     ) -> None:
         self.channel, self.layout = channel, layout
-        self.front, self.general = front, general
+        self.front, self.slow_path = front, slow_path
         self.is_small = layout.goes_by_slots(channel)
         # By whether a call keeps its own block: a root whose `out` is `x` does not.
         self._slots: dict[bool, SlotProgram] = {}

@@ -147,6 +147,9 @@ class Request:
         self.started = 0.0
         self.report_at = 0.0
         self.reported = False
+        # (rank, group, call), flattened: one of these calls of others ends the wait. Empty: all
+        # ranks of the group have to make this call.
+        self.alternatives: tuple[int, ...] = ()
         self.mismatch = False
         self.site = ""  # file:line where an asynchronous call was started
         self.thread = 0  # identity of the waiting thread; 0 for none

@@ -9,11 +9,12 @@ code that holds it makes their calls.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import agree, agreement_request
+from syncvar.collectives.all_reduce import agree, agreement_call
 from syncvar.core.errors import MismatchError, UsageError, error_line
 from syncvar.core.process_ids import rank_list
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint, spec_of
@@ -125,12 +126,8 @@ class ActiveGroup:
         own = membership.member_rank
         bits[own >> 6] = np.uint64(1) << np.uint64(own & 63)
         spec = CollectiveSpec("sv.uneven: its own loop has ended", compared=_MEMBERSHIP)
-        work: Work = membership.perform(
-            _MEMBERSHIP,
-            lambda: agreement_request(membership, _MEMBERSHIP, "or", bits, spec),
-            timeout,
-            async_op=True,
-        )
+        check = partial(agreement_call, membership, _MEMBERSHIP, "or", spec, bits)
+        work: Work = membership.perform(_MEMBERSHIP, check, timeout, async_op=True)
         # It may wait long, and the call at the end of the block names the ranks that are missing.
         work._operation.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
         return work

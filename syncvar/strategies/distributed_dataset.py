@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,10 +33,12 @@ from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
 from syncvar.runtime.communicator import CheckedCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
     from syncvar.strategies.value_reduction import ReplicaGroup
 
 _LARGEST = (1 << 64) - 1
@@ -403,11 +406,7 @@ class DistributedIterator(MigrationHintsMixin):
         """Exchange headers that differ; return whether all datasets have ended."""
         strategy, is_global = self._feed.strategy, self._feed.is_global
         communicator = strategy.communicator
-
-        def check() -> CheckedCall:
-            body = exchange(communicator, mine.record())
-            return CheckedCall(CollectiveSpec(_NEXT, options=(is_global,)), body)
-
+        check = partial(HeaderExchange, communicator, mine, is_global=is_global)
         records = communicator.perform(_NEXT, check, strategy.timeout)
         headers = [BatchHeader.from_record(one) for one in records]
         decision = decide_step(headers, is_global=is_global)
@@ -457,6 +456,18 @@ class DistributedIterator(MigrationHintsMixin):
         if strategy.strict:
             raise MismatchError(text, table)
         warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+class HeaderExchange(CheckedCall):
+    """A call in which the replicas exchange the headers of their batches."""
+
+    def __init__(self, communicator: Communicator, header: BatchHeader, *, is_global: bool) -> None:
+        super().__init__(CollectiveSpec(_NEXT, options=(is_global,)))
+        self._communicator, self._header = communicator, header
+
+    def stages(self) -> Generator[Stage, None, list[InputRecord]]:
+        """Return the stages of the exchange."""
+        return exchange(self._communicator, self._header.record())
 
 
 def distributed(strategy: ReplicaGroup, dataset: Any) -> DistributedDataset:

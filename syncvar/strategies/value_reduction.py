@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.collectives.dispatch import call_persistent, native_dispatch
-from syncvar.collectives.gather import gather_request
-from syncvar.collectives.reduce_args import ReduceArgs, ReduceOptions, form_of
+from syncvar.collectives.gather import AllGatherCall
+from syncvar.collectives.reduce_args import ReduceOptions, form_of
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
@@ -35,12 +35,13 @@ from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
     from syncvar.runtime.collective_spec import CollectiveSpec
-    from syncvar.runtime.communicator import CheckedCall, Communicator
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 
 _CALL = "strategy.reduce"
@@ -126,24 +127,27 @@ class _Reduction(NamedTuple):
     arrays: list[NDArray[Any]]
     finish: Callable[[list[NDArray[Any]]], Any]
 
-    def request(
-        self, communicator: Communicator, *, reproducible: bool, is_finished: bool = True
-    ) -> ReduceArgs:
-        """Return the request that combines the arrays; its result is the value, or the arrays."""
-        options = ReduceOptions(reproducible)
-        request = reduce_request(communicator, self.arrays, self.op, name=_CALL, options=options)
-        body = request.then(self.finish if is_finished else list).body
-        spec = request.spec._replace(
+
+class ValueReductionCall(AllReduceCall):
+    """A call that combines the arrays of a reduction; its result is the value."""
+
+    def __init__(self, strategy: ReplicaGroup, reduction: _Reduction) -> None:
+        arrays, options = reduction.arrays, ReduceOptions(strategy.reproducible)
+        super().__init__(strategy.communicator, arrays, reduction.op, name=_CALL, options=options)
+        self._finish = reduction.finish
+        spec = self.spec._replace(
             op="",
-            structure=self.treedef,
-            options=(self.op, *self.options, *request.spec.options),
+            structure=reduction.treedef,
+            options=(reduction.op, *reduction.options, *self.spec.options),
             size=-1,
-            shown=self.options,
+            shown=reduction.options,
             text=_label,
         )
-        if self.arrays:
-            spec = spec.with_array(self.arrays[0])
-        return ReduceArgs(spec, body, op=self.op, is_entered=request.is_entered)
+        self.spec = spec.with_array(arrays[0]) if arrays else spec
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Yield the stages of the all-reduce, and make the value."""
+        return self._finish((yield from super().stages()))
 
 
 def _label(spec: CollectiveSpec) -> str:
@@ -162,7 +166,7 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     if axis is None:
         reduce_all = _elementwise if strategy.reproducible else _elementwise_native
         return reduce_all(value, reduce_op, group=strategy, timeout=strategy.timeout)
-    communicator, reproducible = strategy.communicator, strategy.reproducible
+    communicator, check = strategy.communicator, partial(_checked, strategy, reduce_op, value, axis)
     prepared: _Reduction | None = None
     if communicator.channel is not None:
         # The slow path raises the same error again, and sends it to the other replicas.
@@ -170,46 +174,34 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
             prepared = _prepare(reduce_op, value, axis)
     form = None if prepared is None else form_of(prepared.arrays)
     if prepared is not None and form is not None:
-        key = (_CALL, prepared.options, prepared.treedef, reproducible)
-        make = partial(prepared.request, communicator, reproducible=reproducible, is_finished=False)
-        sums = call_persistent(
-            communicator, key, form, None, strategy.timeout, lambda _x, _out: make()
-        )
+        key = (_CALL, prepared.options, prepared.treedef, strategy.reproducible)
+        sums = call_persistent(communicator, key, form, None, strategy.timeout, check)
         if sums is not None:
             with quiet():
                 return prepared.finish(sums)
-    return communicator.perform(
-        _CALL,
-        lambda: _prepare(reduce_op, value, axis).request(communicator, reproducible=reproducible),
-        strategy.timeout,
-    )
+    return communicator.perform(_CALL, check, strategy.timeout)
+
+
+def _checked(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> ValueReductionCall:
+    """Check the arguments of a reduction, and return the call."""
+    return ValueReductionCall(strategy, _prepare(reduce_op, value, axis))
 
 
 def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: float | None) -> Any:
     """Combine values of all replicas elementwise; the cached path of `reproducible` calls."""
     communicator, reproducible = group.communicator, group.reproducible
-
-    def request_of(_value: Any = None, _out: Any = None) -> ReduceArgs:
-        return _prepare(reduce_op, value, None).request(communicator, reproducible=reproducible)
-
+    check = partial(_checked, group, reduce_op, value, None)
     can_cache = communicator.channel is not None and isinstance(reduce_op, str)
     form = form_of(value) if can_cache else None
     if form is not None:
         key = (_CALL, reduce_op, reproducible)
         public = None if reproducible else _elementwise_native
         result = call_persistent(
-            communicator,
-            key,
-            form,
-            None,
-            timeout,
-            request_of,
-            public=public,
-            rest=(reduce_op,),
+            communicator, key, form, None, timeout, check, public=public, rest=(reduce_op,)
         )
         if result is not None:
             return result
-    return communicator.perform(_CALL, request_of, timeout)
+    return communicator.perform(_CALL, check, timeout)
 
 
 _elementwise_native = native_dispatch(second="reduce_op", positions=2)(_elementwise)
@@ -253,18 +245,25 @@ def gather_values(
     communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str
 ) -> Any:
     """Concatenate a value or pytree over replicas, in their order, along `axis`."""
+    check = partial(ValueGatherCall, communicator, value, axis, name)
+    return communicator.perform(name, check, timeout)
 
-    def check() -> CheckedCall:
-        part = local_part(value)
+
+class ValueGatherCall(AllGatherCall):
+    """A call that concatenates a value of all replicas."""
+
+    def __init__(self, communicator: Communicator, value: Any, axis: Any, name: str) -> None:
+        self._part = part = local_part(value)
         if any(as_array(leaf).ndim == 0 for leaf in flatten(part)[1]):
             raise ConfigError(
                 f"{name} concatenates along an axis, and a scalar has none; pass "
                 "np.reshape(x, (1,))"
             )
-        request = gather_request(communicator, part, axis=axis, name=name)
-        return request.then(partial(convert_back, part))
+        super().__init__(communicator, part, axis=axis, name=name)
 
-    return communicator.perform(name, check, timeout)
+    def stages(self) -> Generator[Stage, None, Any]:
+        """Yield the stages of the gather, and convert the result."""
+        return convert_back(self._part, (yield from super().stages()))
 
 
 def _checked_axes(axis: Any) -> tuple[int, ...] | None:

@@ -10,16 +10,14 @@ import operator
 import re
 import warnings
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.collectives.stage_builders import broadcast_flat, exchange, gather_flat
+from syncvar.collectives.stage_builders import broadcast_flat, gather_bytes
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
-from syncvar.protocol.fixed_records import BYTES, InputRecord
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.communicator import CheckedCall
@@ -201,7 +199,7 @@ def agree_on_variable(
     def check() -> CheckedCall:
         if checked is None:
             raise failure or InternalError("the arguments were neither checked nor rejected")
-        return _create_request(owner, names.free(checked.base), checked, own=own)
+        return _CreateCall(owner, names.free(checked.base), checked, own=own)
 
     value: Any = None
     differ: list[int] = []
@@ -391,40 +389,42 @@ def _names(namespace: Any) -> Names:
     return names.setdefault(namespace, Names())
 
 
-def _create_request(
-    owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
-) -> CheckedCall:
-    """Return the request that compares the arguments and gives every replica the chief's value.
+class _CreateCall(CheckedCall):
+    """A call that compares the arguments and gives every replica the chief's value.
 
     Its result is (value, replicas whose initial bytes differ from the chief's).
     """
-    communicator = owner.communicator
-    value = checked.value
-    mine = VariableProposal(
-        name,
-        None if value is None else value.shape,
-        None if value is None else value.dtype.name,
-        checked.requested.name,
-        checked.aggregation.name,
-        checked.trainable,
-        f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} "
-        f"reproducible={owner.reproducible}",
-    )
-    registry = owner.registry
-    missing = [] if registry is None else registry.pop_missing()
-    packed = pack_object([[*mine], None if value is None else digest_of(value), missing])
 
-    def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
-        records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
-        counts = tuple(record.nbytes for record in records)
-        flat = yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
-        data, ends = flat.tobytes(), accumulate(counts, initial=0)
-        everyone = [unpack_object(data[start:stop]) for start, stop in pairwise(ends)]
-        if registry is not None:
-            registry.forget(name for _, _, names in everyone for name in names)
+    def __init__(
+        self, owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
+    ) -> None:
+        # The name is compared in the call, which explains a difference better.
+        super().__init__(CollectiveSpec(f"create variable {name!r}", compared="create variable"))
+        self._owner, self._name, self._own = owner, name, own
+        self._value = value = checked.value
+        mine = VariableProposal(
+            name,
+            None if value is None else value.shape,
+            None if value is None else value.dtype.name,
+            checked.requested.name,
+            checked.aggregation.name,
+            checked.trainable,
+            f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} "
+            f"reproducible={owner.reproducible}",
+        )
+        missing = [] if owner.registry is None else owner.registry.pop_missing()
+        digest = None if value is None else digest_of(value)
+        self._packed = pack_object([[*mine], digest, missing])
+
+    def stages(self) -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
+        owner, value, communicator = self._owner, self._value, self._owner.communicator
+        packed = yield from gather_bytes(communicator, self._packed)
+        everyone = list(map(unpack_object, packed))
+        if owner.registry is not None:
+            owner.registry.forget(name for _, _, names in everyone for name in names)
         manifests = [_manifest(fields) for fields, _, _ in everyone]
         _compare(communicator.members, manifests)
-        if own and value is not None:
+        if self._own and value is not None:
             return value, []
         shape, dtype = manifests[0].shape, manifests[0].dtype
         assert shape is not None
@@ -438,16 +438,12 @@ def _create_request(
                 for replica, digest in digests.items()
             }
             raise MismatchError(
-                f"the initial values of variable {mine.name!r} differ, and the strategy is strict. "
-                "Pass the same everywhere: np.random.default_rng(seed) with one seed, or a "
+                f"the initial values of variable {self._name!r} differ, and the strategy is "
+                "strict. Pass the same everywhere: np.random.default_rng(seed) with one seed, or a "
                 "callable, sv.Variable(lambda: x, …), which only the chief calls",
                 table,
             )
         return result, differ
-
-    # The name is compared in the call, which explains a difference better.
-    spec = CollectiveSpec(f"create variable {mine.name!r}", compared="create variable")
-    return CheckedCall(spec, body())
 
 
 def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:

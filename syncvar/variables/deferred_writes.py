@@ -189,7 +189,8 @@ class WriteQueue:
                 self.finish(self._started)
             elif self._waiting:
                 timeout = self._owner.timeout
-                perform = partial(self.calls.perform, _CALL, self._request, timeout)
+                check = partial(_QueueSend, self, self._waiting)
+                perform = partial(self.calls.perform, _CALL, check, timeout)
                 self._take(partial(perform, after_queued=False))
 
     def begin_beside(self) -> None:
@@ -204,8 +205,9 @@ class WriteQueue:
         """Start to send the common prefix; None if the queue is empty."""
         with self._lock:
             if self._started is None and self._waiting:
+                check = partial(_QueueSend, self, self._waiting)
                 self._started = self.calls.perform(
-                    _CALL, self._request, self._owner.timeout, async_op=True, after_queued=False
+                    _CALL, check, self._owner.timeout, async_op=True, after_queued=False
                 )
             return self._started
 
@@ -239,14 +241,8 @@ class WriteQueue:
         self.begin()
         self._resets, self._broken = resets + 1, error
 
-    def _request(self) -> CheckedCall:
-        waiting = list(self._waiting)
-        spec = CollectiveSpec(
-            _CALL, text=lambda spec: f"{spec.collective} ({spec.shown[0]})", shown=(len(waiting),)
-        )
-        return CheckedCall(spec, self._body(waiting))
-
-    def _body(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
+    def stages(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
+        """Yield the stages of a send of these writes."""
         sent, calls, mine = self._sent, self.calls, self._prefix(waiting)
         packed = yield from exchange_bytes(calls, pack_prefix(mine))
         queues = [unpack_prefix(data) for data in packed]
@@ -351,6 +347,21 @@ class WriteQueue:
         engine = self.calls.engine
         if not self._waiting and engine is not None and self in engine.queues:
             engine.queues.remove(self)
+
+
+class _QueueSend(CheckedCall):
+    """A call that sends the common prefix of the queues."""
+
+    def __init__(self, queue: WriteQueue, waiting: Sequence[Increment]) -> None:
+        super().__init__(CollectiveSpec(_CALL, text=_label, shown=(len(waiting),)))
+        self._queue, self._waiting = queue, list(waiting)
+
+    def stages(self) -> Generator[Stage, None, FlushResult]:
+        return self._queue.stages(self._waiting)
+
+
+def _label(spec: CollectiveSpec) -> str:
+    return f"{spec.collective} ({spec.shown[0]})"
 
 
 def _wide(one: Increment) -> NDArray[Any]:

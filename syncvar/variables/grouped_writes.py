@@ -17,13 +17,14 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from syncvar._native import group_of, which
-from syncvar.collectives.all_reduce import reduce_request
+from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.collectives.buckets import owns_itself, reduce_together
 from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import VariableCounters
+    from syncvar.core.reduce_ops import Reduction
+    from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable_owner import VariableOwner
@@ -373,27 +376,23 @@ class FlatBucket:
     def perform(self, name: str, operand: Callable[[int], NDArray[Any]]) -> None:
         """Make the checked write by the same call."""
         owner = self._owner
-
-        def check() -> CheckedCall:
-            for number, part in enumerate(self._parts):
-                part[...] = operand(number)
-            options = ReduceOptions(owner.reproducible, apply=self._ufunc)
-            request = reduce_request(
-                owner.communicator,
-                self._staging,
-                self._op,
-                out=self._gather_copies(),
-                options=options,
-            )
-            return CheckedCall(self._spec, request.body)
-
         if not self._turn.acquire(blocking=False):
             refuse_overlap(owner.communicator, name)
         try:
-            owner.communicator.perform(name, check, owner.timeout)
+            owner.communicator.perform(name, partial(self._checked, operand), owner.timeout)
             self._spread()
         finally:
             self._turn.release()
+
+    def _checked(self, operand: Callable[[int], NDArray[Any]]) -> AllReduceCall:
+        """Load the operands, and return the call that writes them."""
+        for number, part in enumerate(self._parts):
+            part[...] = operand(number)
+        options = ReduceOptions(self._owner.reproducible, apply=self._ufunc)
+        copies, communicator = self._gather_copies(), self._owner.communicator
+        call = AllReduceCall(communicator, self._staging, self._op, out=copies, options=options)
+        call.spec = self._spec
+        return call
 
     def _gather_copies(self) -> NDArray[Any]:
         """Return an array with the values of all copies, if the operation needs them."""
@@ -467,7 +466,7 @@ class GroupedWrite:
             return
         storages = [state.storage for state in states]
         with marked_as_written(owner.communicator, name, storages), write_once(owner, storages):
-            owner.communicator.perform(name, self._request, owner.timeout)
+            owner.communicator.perform(name, self._checked, owner.timeout)
         first.count_step()
         for state in states:
             state.count_write()
@@ -484,16 +483,14 @@ class GroupedWrite:
             )
         return found
 
-    def _request(self) -> CheckedCall:
-        """Return the request that writes the variables, one transfer for each dtype and op."""
-        owner, ops, apply = self._owner, self._ops, UFUNCS[self._operation]
+    def _checked(self) -> _GroupedWriteCall:
+        """Check the operands, and return the call that writes the variables."""
+        owner, ops = self._owner, self._ops
         arrays = [self._operand(number) for number in range(len(self._states))]
         for variable, x in self._single:
             checked_operand(variable, self._operation, x, is_reduced=False)
         targets = [state.storage.writable() for state in self._states]
         names = tuple([state.name for state in self._states])
-        # An array that owns its memory cannot overlap a copy.
-        no_overlap = all(map(owns_itself, arrays))
         dtypes = [array.dtype for array in arrays]
         if len(set(dtypes)) == len(set(ops)) == 1:
             rules = [reduction(ops[0], dtypes[0])] * len(arrays)
@@ -501,18 +498,29 @@ class GroupedWrite:
             rules = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
         kinds = tuple([(rule.source, x.shape) for rule, x in zip(rules, arrays, strict=True)])
         spec = _spec(self._name, names, kinds, tuple(ops), reproducible=owner.reproducible)
+        options = ReduceOptions(owner.reproducible, apply=UFUNCS[self._operation])
+        return _GroupedWriteCall(spec, owner.communicator, arrays, rules, targets, options)
 
-        def body() -> Generator[Stage, None, None]:
-            yield from reduce_together(
-                owner.communicator,
-                arrays,
-                rules,
-                targets,
-                ReduceOptions(owner.reproducible, apply=apply),
-                no_overlap=no_overlap,
-            )
 
-        return CheckedCall(spec, body())
+class _GroupedWriteCall(CheckedCall):
+    """A call that reduces arrays to their targets, with one transfer for each dtype and op."""
+
+    def __init__(
+        self,
+        spec: CollectiveSpec,
+        communicator: Communicator,
+        arrays: list[NDArray[Any]],
+        rules: list[Reduction],
+        targets: list[NDArray[Any]],
+        options: ReduceOptions,
+    ) -> None:
+        super().__init__(spec)
+        self._arguments = communicator, arrays, rules, targets, options
+        # An array that owns its memory cannot overlap a copy.
+        self._no_overlap = all(map(owns_itself, arrays))
+
+    def stages(self) -> Generator[Stage, None, Any]:
+        return reduce_together(*self._arguments, no_overlap=self._no_overlap)
 
 
 def _spec(

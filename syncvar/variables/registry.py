@@ -19,6 +19,7 @@ import logging
 import os
 import weakref
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from syncvar._native import CheckGate
 from syncvar._native.constants import WRITES_PER_DECISION
 from syncvar.collectives.all_reduce import agree
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.broadcast import BroadcastCall
 from syncvar.collectives.stage_builders import gather_objects
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.output_files import (
@@ -480,10 +481,7 @@ def resynchronize(owner: VariableOwner, registry: VariableRegistry, calls: int) 
     ]
     for part in _batches(shared):
         together = np.concatenate([_bytes_of(one) for _, one in part])
-
-        def check(together: Any = together) -> Any:
-            return broadcast_request(communicator, together, root=newest, name=_RESYNC)
-
+        check = partial(BroadcastCall, communicator, together, root=newest, name=_RESYNC)
         values = communicator.perform(_RESYNC, check, owner.timeout)
         start = 0
         for name, one in part:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.broadcast import broadcast_request
+from syncvar.collectives.all_reduce import AllReduceCall
+from syncvar.collectives.broadcast import BroadcastCall
 from syncvar.collectives.dispatch import call_persistent, key_of
-from syncvar.collectives.gather import gather_request, gathered_blocks, gathered_layout
+from syncvar.collectives.gather import AllGatherCall, gathered_blocks, gathered_layout
 from syncvar.collectives.reduce_args import ReduceOptions
-from syncvar.collectives.stage_builders import exchange
-from syncvar.collectives.transfer_args import TransferArgs, moves
+from syncvar.collectives.stage_builders import MeetingCall, exchange
+from syncvar.collectives.transfer_args import TransferCall, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import quiet
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.communicator import CheckedCall
-from syncvar.runtime.request import Stage
 from syncvar.variables.policy import Action, Effect, Travel, VariableAggregation
 from syncvar.variables.storage import digest_of
 from syncvar.variables.values import RowSelection
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.runtime.block_transfer import Blocks
     from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
     from syncvar.variables.variable_state import VariableState
 
 # Limit of cached calls of a group: with a large model each new one would evict another.
@@ -59,67 +61,73 @@ def request_of(
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
         options = ReduceOptions(reproducible, apply=apply)
-        return reduce_request(communicator, x, op, out=out, name=label, options=options)
+        return AllReduceCall(communicator, x, op, out=out, name=label, options=options)
     if travel is Travel.FIRST:
-        return broadcast_request(communicator, x, root=communicator.present[0], name=label)
+        return BroadcastCall(communicator, x, root=communicator.present[0], name=label)
     if travel is Travel.SAME:
-        return _same_request(communicator, x, label, hint)
+        return _SameCall(communicator, x, label, hint)
     if travel is Travel.MEETING:
-        return _meeting_request(communicator, x, label)
+        return MeetingCall(communicator, CollectiveSpec(label, options=("meet",)))
     raise InternalError(f"{label}: no request carries {travel}")
 
 
-def rows_request(access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> CheckedCall:
-    """Return the request that carries rows; its result is (copy to change, rows to apply)."""
-    action, communicator, label, hint, reproducible = access
-    travel = action.travel
-    copy, rows = x
-    inputs: Any = {"indices": rows.indices, "values": rows.values}
-    if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
-        request: CheckedCall = gather_request(communicator, inputs, name=label)
-    elif travel is Travel.FIRST_ROWS:
-        mine = inputs if communicator.rank == 0 else None
-        request = broadcast_request(communicator, mine, root=communicator.present[0], name=label)
-    elif travel is Travel.SAME:
-        joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
-        request = _same_request(communicator, joined, label, hint)
-    else:
-        raise InternalError(f"{label}: no request carries {travel}")
-    first = request.body
-    second = None
-    if action.effect is Effect.SPLIT_ANEW:
-        options = ReduceOptions(reproducible)
-        second = reduce_request(communicator, copy, "sum", name=label, options=options).body
+class RowsCall(CheckedCall):
+    """A call that carries rows; its result is (copy to change, rows to apply)."""
 
-    def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
-        together = yield from first
-        total = copy if second is None else (yield from second)
-        return total, rows if travel is Travel.SAME else RowSelection(
-            together["indices"], together["values"]
-        )
+    def __init__(self, access: ReplicaAccess, x: tuple[NDArray[Any], RowSelection]) -> None:
+        action, communicator, label, _, reproducible = access
+        travel = action.travel
+        self._copy, self._rows = x
+        self._is_same = travel is Travel.SAME
+        inputs: Any = {"indices": self._rows.indices, "values": self._rows.values}
+        if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
+            self._first: CheckedCall = AllGatherCall(communicator, inputs, name=label)
+        elif travel is Travel.FIRST_ROWS:
+            mine, root = inputs if communicator.rank == 0 else None, communicator.present[0]
+            self._first = BroadcastCall(communicator, mine, root=root, name=label)
+        elif self._is_same:
+            joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in self._rows])
+            self._first = request_of(access, joined)
+        else:
+            raise InternalError(f"{label}: no request carries {travel}")
+        self._second = None
+        if action.effect is Effect.SPLIT_ANEW:
+            options = ReduceOptions(reproducible)
+            self._second = AllReduceCall(
+                communicator, self._copy, "sum", name=label, options=options
+            )
+        super().__init__(self._first.spec)
 
-    return CheckedCall(request.spec, body())
+    def stages(self) -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
+        """Yield the stages of the rows, then those of the whole copy."""
+        together = yield from self._first.stages()
+        total = self._copy if self._second is None else (yield from self._second.stages())
+        if self._is_same:
+            return total, self._rows
+        return total, RowSelection(together["indices"], together["values"])
 
 
-def _same_request(
-    communicator: Communicator, x: NDArray[Any], label: str, hint: str
-) -> CheckedCall:
-    """Return the request that compares the digests of all inputs; its result is `x`."""
-    record = array_record(x, digest_of(x))
+class _SameCall(CheckedCall):
+    """A call that compares the digests of all inputs; its result is `x`."""
 
-    def body() -> Generator[Stage, None, NDArray[Any]]:
-        records = yield from exchange(communicator, record)
+    def __init__(self, communicator: Communicator, x: NDArray[Any], label: str, hint: str) -> None:
+        super().__init__(_same_spec("same", label, x))
+        self._communicator, self._x, self._label, self._hint = communicator, x, label, hint
+        self._record = array_record(x, digest_of(x))
+
+    def stages(self) -> Generator[Stage, None, NDArray[Any]]:
+        records = yield from exchange(self._communicator, self._record)
         if any(one != records[0] for one in records):
             table = {
-                communicator.members[replica]: f"{one.describe()} with digest {one.nbytes:016x}"
-                for replica, one in enumerate(records)
+                member: f"{one.describe()} with digest {one.nbytes:016x}"
+                for member, one in zip(self._communicator.members, records, strict=True)
             }
             raise MismatchError(
-                f"{label}: the replicas pass different values, nothing was written. {hint}", table
+                f"{self._label}: the replicas pass different values, nothing was written. "
+                f"{self._hint}",
+                table,
             )
-        return x
-
-    return CheckedCall(_same_spec("same", label, x), body())
+        return self._x
 
 
 def _same_spec(kind: str, label: str, x: NDArray[Any]) -> CollectiveSpec:
@@ -137,51 +145,35 @@ def is_compared_first(communicator: Communicator) -> bool:
     return moves(communicator, "all_gather")
 
 
-def equality_request(communicator: Communicator, x: NDArray[Any], label: str) -> TransferArgs:
-    """Return the request whose result is whether all replicas have the same input.
+class _EqualityCall(TransferCall):
+    """A call whose result is whether all replicas have the same input.
 
     A cached call can make it. If the inputs differ, another call has to exchange them.
     """
-    digest = np.array([digest_of(x)], np.uint64)
-    size, rank = communicator.size, communicator.member_rank
-    return TransferArgs(
-        _same_spec("alike", label, x),
-        gathered_layout(digest, 0, size, rank),
-        arrange=lambda: gathered_blocks(digest, None, size, rank),
-        finish=lambda result: bool((result == digest).all()),
-        general=None,
-        front=lambda digest, out: gathered_blocks(digest, out, size, rank),
-    )
+
+    def __init__(self, communicator: Communicator, x: NDArray[Any], label: str) -> None:
+        digest = np.array([digest_of(x)], np.uint64)
+        layout = gathered_layout(digest, 0, communicator.size, communicator.member_rank)
+        super().__init__(communicator, _same_spec("alike", label, x), layout, [digest])
+
+    def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
+        return gathered_blocks(parts[0], out, self.size, self.rank)
+
+    def finish(self, output: NDArray[Any]) -> bool:
+        return bool((output == self.inputs[0]).all())
 
 
 def are_equal(
     communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
 ) -> bool | None:
-    """Return the result of `equality_request` by a cached call; None if nothing was done."""
-    key, digest, known = (
-        ("alike", label),
-        np.array([digest_of(x)], np.uint64),
-        communicator.prepared_calls,
-    )
+    """Return the result of `_EqualityCall` by a cached call; None if nothing was done."""
+    key, digest = ("alike", label), np.array([digest_of(x)], np.uint64)
+    known = communicator.prepared_calls
     if key_of(key, digest) not in known and len(known) >= _ALIKE_MAX:
         return None
-    found = call_persistent(
-        communicator,
-        key,
-        digest,
-        None,
-        timeout,
-        lambda _x, _out: equality_request(communicator, x, label),
-    )
+    check = partial(_EqualityCall, communicator, x, label)
+    found = call_persistent(communicator, key, digest, None, timeout, check)
     return None if found is None else bool((found == digest).all())
-
-
-def _meeting_request(communicator: Communicator, x: NDArray[Any], label: str) -> CheckedCall:
-    def body() -> Generator[Stage, None, NDArray[Any]]:
-        yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
-        return x
-
-    return CheckedCall(CollectiveSpec(label, options=("meet",)), body())
 
 
 def combine(
@@ -199,7 +191,7 @@ def combine(
         return request(ReplicaAccess(action, communicator, label, hint, owner.reproducible), x)
 
     state.tally.collectives += 1
-    is_same = action.travel is Travel.SAME and request is not rows_request
+    is_same = action.travel is Travel.SAME and request is not RowsCall
     if is_same and is_compared_first(communicator):
         together = _same_everywhere(state, label, operand)
         if together is not None:
@@ -248,7 +240,7 @@ def _same_everywhere(
     def check() -> Any:
         if not inputs:
             inputs.append(operand())
-        return equality_request(communicator, inputs[0], label)
+        return _EqualityCall(communicator, inputs[0], label)
 
     if are_same is None:
         are_same = communicator.perform(label, check, timeout)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -140,11 +141,7 @@ def compare(
     most, least = agree(communicator, _COMPARISON, "max", sides, owner.timeout, spec).tolist()
     if most != least ^ _MASK:
         label += ", part by part"
-
-        def request() -> CheckedCall:
-            body = _find_mismatch(communicator, pairs, digests)
-            return CheckedCall(CollectiveSpec(label), body)
-
+        request = partial(_MismatchSearch, communicator, label, pairs, digests)
         found: ReplicaMismatch = communicator.perform(label, request, owner.timeout)
         for entry, _ in pairs:
             entry.is_reported = entry is found.entry or entry.name in found.others
@@ -153,44 +150,61 @@ def compare(
         entry.good = good or now
 
 
-def _find_mismatch(
-    communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np.uint64]
-) -> Generator[Stage, None, ReplicaMismatch]:
-    table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
-    different: list[tuple[Pair, NDArray[np.uint64]]] = []  # with the digests of all replicas
-    place = 0
-    for entry, state in pairs:
-        rows = table[:, place : place + block_count(entry.nbytes)]
-        place += block_count(entry.nbytes)
-        if (rows != rows[0]).any():
-            different.append(((entry, state), rows))
-    (found, rows), *others = different  # not empty: the combination of equal digests is equal
-    counts = Counter(row.tobytes() for row in rows)
-    # Ties go to the digests of the lowest rank.
-    usual, count = counts.most_common(1)[0]
-    strangers = [replica for replica, row in enumerate(rows) if row.tobytes() != usual]
-    first, last, values = yield from _elements(communicator, found[1].storage.array, rows)
-    names = [entry.name for (entry, _), _ in others]
-    has_majority = count * 2 > communicator.size
-    return ReplicaMismatch(*found, names, strangers, has_majority, first, last, values)
+class _MismatchSearch(CheckedCall):
+    """A call that finds the first difference; the replicas have different digests."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        label: str,
+        pairs: Sequence[Pair],
+        digests: NDArray[np.uint64],
+    ) -> None:
+        super().__init__(CollectiveSpec(label))
+        self._communicator, self._pairs, self._digests = communicator, pairs, digests
+
+    def stages(self) -> Generator[Stage, None, ReplicaMismatch]:
+        """Yield the exchange of the digests, then those of the blocks that differ."""
+        size = self._communicator.size
+        table = yield from _exchanged(self._communicator, self._digests)
+        different: list[tuple[Pair, NDArray[np.uint64]]] = []  # with the digests of all replicas
+        place = 0
+        for entry, state in self._pairs:
+            rows = table[:, place : place + block_count(entry.nbytes)]
+            place += block_count(entry.nbytes)
+            if (rows != rows[0]).any():
+                different.append(((entry, state), rows))
+        (found, rows), *others = different  # not empty: the combination of equal digests is equal
+        # Ties go to the digests of the lowest rank.
+        usual, count = Counter(row.tobytes() for row in rows).most_common(1)[0]
+        strangers = [replica for replica, row in enumerate(rows) if row.tobytes() != usual]
+        first, last, values = yield from self._elements(found[1].storage.array, rows)
+        names = [entry.name for (entry, _), _ in others]
+        return ReplicaMismatch(*found, names, strangers, count * 2 > size, first, last, values)
+
+    def _elements(
+        self, copy: NDArray[Any], rows: NDArray[np.uint64]
+    ) -> Generator[Stage, None, tuple[int, int, list[bytes]]]:
+        """Return the first and the last element that differ, and the bytes of the first one."""
+        blocks, size = _columns(rows), copy.dtype.itemsize
+        first, last, values = -1, -1, [b""] * self._communicator.size
+        for block in dict.fromkeys((blocks[0], blocks[-1])):
+            mine = block_bytes(copy, block).tobytes()
+            contents = yield from exchange_bytes(self._communicator, mine)
+            places = _columns(_rows(contents, np.uint8))
+            last = (block * BLOCK_BYTES + places[-1]) // size
+            if first < 0:
+                first = (block * BLOCK_BYTES + places[0]) // size
+                begin = first * size - block * BLOCK_BYTES
+                values = [one[max(begin, 0) : begin + size] for one in contents]
+        return first, last, values
 
 
-def _elements(
-    communicator: Communicator, copy: NDArray[Any], rows: NDArray[np.uint64]
-) -> Generator[Stage, None, tuple[int, int, list[bytes]]]:
-    """Return the first and the last element that differ, and the bytes of the first one."""
-    blocks = _columns(rows)
-    size = copy.dtype.itemsize
-    first, last, values = -1, -1, [b""] * communicator.size
-    for block in dict.fromkeys((blocks[0], blocks[-1])):
-        contents = yield from exchange_bytes(communicator, block_bytes(copy, block).tobytes())
-        places = _columns(_rows(contents, np.uint8))
-        last = (block * BLOCK_BYTES + places[-1]) // size
-        if first < 0:
-            first = (block * BLOCK_BYTES + places[0]) // size
-            begin = first * size - block * BLOCK_BYTES
-            values = [one[max(begin, 0) : begin + size] for one in contents]
-    return first, last, values
+def _exchanged(
+    communicator: Communicator, mine: NDArray[np.uint64]
+) -> Generator[Stage, None, NDArray[np.uint64]]:
+    """Exchange numbers; return a row of each rank."""
+    return _rows((yield from exchange_bytes(communicator, mine.tobytes())), np.uint64)
 
 
 def _rows(parts: list[bytes], dtype: Any) -> NDArray[Any]:
@@ -288,13 +302,7 @@ def check_equal(
         count = counts[key] = counts.get(key, -1) + 1
         if count % every:
             return False
-
-    def request() -> CheckedCall:
-        arrays = [NamedArray(place, array) for place, array in _named_arrays(value, name)]
-        spec = CollectiveSpec(_CALL, options=(name,))
-        return CheckedCall(spec, _compare(communicator, arrays, name))
-
-    communicator.perform(_CALL, request, timeout)
+    communicator.perform(_CALL, partial(_CheckEqualCall, communicator, value, name), timeout)
     return True
 
 
@@ -323,34 +331,38 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
         yield place, np.asarray(as_array(value, place), order="C")
 
 
-def _compare(
-    communicator: Communicator, arrays: list[NamedArray], label: str
-) -> Generator[Stage, None, None]:
-    """Compare arrays with those of the other ranks: first one digest of all, then what differs."""
-    names = [[one.name, one.array.dtype.name, list(one.array.shape)] for one in arrays]
-    digests = np.array([digest_of(one.array) for one in arrays], np.uint64)
-    mine = np.array([fingerprint(repr(names)), digest_of(digests)], np.uint64)
-    table = _rows((yield from exchange_bytes(communicator, mine.tobytes())), np.uint64)
-    if (table == table[0]).all():
-        return
-    if (table[:, 0] != table[0, 0]).any():
-        packed = yield from gather_bytes(communicator, pack_object(names))
-        raise _different_names(communicator, [unpack_object(one) for one in packed], label)
-    table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
-    differing = _columns(table)
-    found = arrays[differing[0]]
-    others = [arrays[number].name for number in differing[1:]]
-    mine = block_digests(found.array)
-    table = _rows((yield from exchange_bytes(communicator, mine.tobytes())), np.uint64)
-    block = _columns(table)[0]
-    contents = yield from exchange_bytes(communicator, block_bytes(found.array, block).tobytes())
-    byte = _columns(_rows(contents, np.uint8))[0]
-    size = found.array.itemsize
-    # No element crosses two blocks, because sizes are powers of two.
-    flat = (block * BLOCK_BYTES + byte) // size
-    begin = flat * size - block * BLOCK_BYTES
-    values = [one[begin : begin + size] for one in contents]
-    raise _different_values(communicator, found, flat, values, others)
+class _CheckEqualCall(CheckedCall):
+    """A call that compares arrays: first one digest of all, then what differs."""
+
+    def __init__(self, communicator: Communicator, value: Any, name: str) -> None:
+        super().__init__(CollectiveSpec(_CALL, options=(name,)))
+        self._communicator, self._name = communicator, name
+        self._arrays = [NamedArray(place, array) for place, array in _named_arrays(value, name)]
+
+    def stages(self) -> Generator[Stage, None, None]:
+        """Yield one exchange; more if the arrays differ, and then raise MismatchError."""
+        communicator, arrays = self._communicator, self._arrays
+        names = [[one.name, one.array.dtype.name, list(one.array.shape)] for one in arrays]
+        digests = np.array([digest_of(one.array) for one in arrays], np.uint64)
+        table = yield from _exchanged(
+            communicator, np.array([fingerprint(repr(names)), digest_of(digests)], np.uint64)
+        )
+        if (table == table[0]).all():
+            return
+        if (table[:, 0] != table[0, 0]).any():
+            packed = yield from gather_bytes(communicator, pack_object(names))
+            raise _different_names(communicator, list(map(unpack_object, packed)), self._name)
+        table = yield from _exchanged(communicator, digests)
+        found, *others = [arrays[number] for number in _columns(table)]
+        block = _columns((yield from _exchanged(communicator, block_digests(found.array))))[0]
+        data = block_bytes(found.array, block).tobytes()
+        contents = yield from exchange_bytes(communicator, data)
+        size = found.array.itemsize
+        # No element crosses two blocks, because sizes are powers of two.
+        flat = (block * BLOCK_BYTES + _columns(_rows(contents, np.uint8))[0]) // size
+        begin = flat * size - block * BLOCK_BYTES
+        values = [one[begin : begin + size] for one in contents]
+        raise _different_values(communicator, found, flat, values, [one.name for one in others])
 
 
 def _different_names(communicator: Communicator, everyone: list[Any], label: str) -> MismatchError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.gather import gather_request
+from syncvar.collectives.gather import AllGatherCall
 from syncvar.collectives.reduce_args import ReduceOptions, persistent_reduction
 from syncvar.collectives.sharded_sums import tree_combined
 from syncvar.core.array_types import dtype_from_index
@@ -29,7 +30,6 @@ from syncvar.variables.variable_state import cached_reads, copy_key, read_only
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import CheckedCall
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
 
@@ -162,10 +162,7 @@ def combine_with_absent(
     """
     owner, namespace, name = state.owner, state.namespace, state.name
     communicator = owner.communicator
-
-    def check() -> CheckedCall:
-        return gather_request(communicator, mine[np.newaxis], name=label)
-
+    check = partial(AllGatherCall, communicator, mine[np.newaxis], name=label)
     gathered = communicator.perform(label, check, owner.timeout)
     copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, gathered, strict=True))
     for replica in [0] if travel is Travel.FIRST else range(len(communicator.whole)):

@@ -19,7 +19,7 @@ from syncvar.variables.policy import (
     Travel,
     VariableSynchronization,
 )
-from syncvar.variables.replica_call import combine, request_of, rows_request
+from syncvar.variables.replica_call import RowsCall, combine, request_of
 from syncvar.variables.storage import SharedCopy, marked_as_written, write_once
 from syncvar.variables.values import (
     ArrayProtocol,
@@ -285,7 +285,7 @@ class ScatterOp(ReplicaWrite):
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
-        return rows_request
+        return RowsCall
 
     def operand(self) -> tuple[NDArray[Any], RowSelection]:
         """Return the checked input of this replica."""

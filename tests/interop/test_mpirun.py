@@ -211,3 +211,23 @@ def test_a_single_process_of_mpirun_is_a_world_of_one(mpi, transport, tmp_path):
     code, text = run(mpi, 1, script(tmp_path, CONTRADICTED), SYNCVAR_TRANSPORT=transport)
     assert (code, text) == (0, "")
     assert notes(tmp_path, 1) == ["met 1\n"]
+
+
+MET = """
+note(os.path.basename(sys.argv[0]), sv.world_size(), sv.all_reduce(1))
+"""
+
+
+@WITH_MPI
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_programs_of_mpirun_with_a_colon_share_one_world(mpi, transport, tmp_path):
+    """The mpiexec of MPICH does not tell a process its program: there syncvar warns that scripts differ."""
+    first = script(tmp_path, MET)
+    second = tmp_path / "second.py"
+    second.write_text(first[0].read_text())
+    program = [*first, ":", "-n", "1", sys.executable, second, tmp_path]
+    code, text = run(mpi, 2, program, SYNCVAR_TRANSPORT=transport)
+    assert code == 0, text
+    assert notes(tmp_path, 3) == ["script.py 3 3\n", "script.py 3 3\n", "second.py 3 3\n"]
+    is_known = mpi == "openmpi" or transport == "mpi"
+    assert ("the ranks differ: script" in text) != is_known

@@ -22,7 +22,8 @@ WORLD = """
 
     total = sv.all_reduce(np.full(50_000, sv.rank() + 1.0))
     probe.note("met", total=float(total[-1]), host=os.environ["SYNCVAR_HOST"], index=sv.host_index(), local=sv.local_rank(),
-               size=sv.world_size(), per_host=sv.local_world_size(), secret="SYNCVAR_KEY" in os.environ)
+               size=sv.world_size(), per_host=sv.local_world_size(), secret="SYNCVAR_KEY" in os.environ,
+               program=os.environ["SYNCVAR_PROGRAM"])
 """
 WAITS = """
     import time
@@ -56,6 +57,35 @@ def at(hosts, *slots):
     return ",".join(
         f"{name}:{count}" for name, count in zip(hosts.names, slots, strict=False) if count
     )
+
+
+@pytest.mark.slow
+def test_programs_share_the_hosts_in_the_order_of_their_ranks(hosts, tmp_path):
+    """On the second host all ranks run the second program, which is then the only one there."""
+    second = tmp_path / "second" / "second.py"
+    second.parent.mkdir()
+    second.write_text(
+        textwrap.dedent(WORLD).replace(
+            "import probe", "import sys; sys.path.append('..'); import probe"
+        )
+    )
+    where, more = at(hosts, 0, 2, 2), [":", "-n", "2", "-x", "PYTHONUTF8=1", str(second)]
+    job = start(
+        hosts,
+        tmp_path,
+        WORLD,
+        where,
+        "--cwd",
+        str(second.parent),
+        workers=2,
+        arguments=more,
+        start="auto",
+    )
+    assert job.wait(120) == 0, job
+    met = {event["rank"]: event for event in job.events("met")}
+    assert [met[rank]["index"] for rank in range(4)] == [0, 0, 1, 1]
+    assert [met[rank]["program"] for rank in range(4)] == ["0", "0", "1", "1"]
+    assert {(one["total"], one["size"]) for one in met.values()} == {(10.0, 4)}
 
 
 @pytest.mark.parametrize(
@@ -380,18 +410,18 @@ def test_why_a_rank_shows_no_stack_is_told_of_other_hosts_too(tmp_path):
     ("words", "told"),
     [
         (
-            b"syncvar-agent 2\n\xff\xff\xff\xff",
+            b"syncvar-agent 3\n\xff\xff\xff\xff",
             "its agent is not understood: a message of 4294967295 bytes is above",
         ),
         (
-            b"syncvar-agent 2\n" + pack("facts", facts={"host": "n"}),
+            b"syncvar-agent 3\n" + pack("facts", facts={"host": "n"}),
             "its agent is not understood: its facts about its host have other fields",
         ),
         (
             b"syncvar-agent 1\n",
             (
                 "its agent is not understood: it speaks version 1 of the agent protocol, and the "
-                "launcher speaks version 2; install the same syncvar on all"
+                "launcher speaks version 3; install the same syncvar on all"
             ),
         ),
     ],

@@ -101,7 +101,7 @@ GOALS = {
     "words in a mean docstring sentence": 18,
     "docstring sentences over 30 words": 0,
 }
-REACHED = {"lines": 80_800}  # docstrings with an example for each public name count too
+REACHED = {"lines": 81_250}  # docstrings with an example for each public name count too
 # Rooms with the interface of another library: nothing else imports them, so they count apart.
 ADAPTERS = ("compat", "torch", "jax")
 LINT = ("C901", "PLR09", "FBT")  # the rules about complexity, parameters and positional booleans

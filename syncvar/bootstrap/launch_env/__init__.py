@@ -40,6 +40,7 @@ class LaunchInfo(NamedTuple):
         run: Identity of this run.
         restarts: How often the ranks have been restarted.
         way: How ranks of several hosts meet: ADDRESS, FOLDER, PMI or MPI.
+        program: 0-based index of its program in a job of several; 0 if unknown.
     """
 
     source: str
@@ -54,6 +55,7 @@ class LaunchInfo(NamedTuple):
     run: str = ""
     restarts: int = 0
     way: str = ADDRESS
+    program: int = 0
 
 
 class LaunchEnvironment:
@@ -94,6 +96,10 @@ class LaunchEnvironment:
     def way(self) -> str:
         """Return how the ranks of several hosts meet."""
         return FOLDER
+
+    def program(self, rank: int) -> int:  # noqa: ARG002  (launchers that know it need the rank)
+        """Return the index of a rank's program; 0 if unknown."""
+        return 0
 
     def info(self) -> LaunchInfo | None:
         """Return the identity of this process; None if the variables are not sufficient to meet."""
@@ -160,6 +166,7 @@ class LaunchEnvironment:
             "host_count": int(is_one_host),
             "run": self.run(),
             "way": self.way(),
+            "program": self.program(rank),
             "address": address,
             "port": port,
         }

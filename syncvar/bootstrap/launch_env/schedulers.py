@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from syncvar.bootstrap.launch_env import (
@@ -61,6 +63,12 @@ class OpenMpi(LaunchEnvironment):
         name = self.environ.get("PMIX_NAMESPACE") or self.environ.get("OMPI_MCA_ess_base_jobid", "")
         number = self.environ.get("OMPI_MCA_orte_precondition_transports", "")
         return f"{name} {number}" if name else ""
+
+    def program(self, rank: int) -> int:
+        """Return the index of a rank's program, of those with a colon between them."""
+        sizes = self.environ.get("OMPI_APP_CTX_NUM_PROCS", "").split()
+        ends = [*accumulate(int(one) for one in sizes if one.isdecimal())]
+        return bisect_right(ends, rank) if rank < max(ends, default=0) else 0
 
 
 class Hydra(LaunchEnvironment):

@@ -22,6 +22,7 @@ FIELDS = {
         "servers",
         "kind",
         "target",
+        "programs",
         "start_method",
         "max_restarts",
         "options",

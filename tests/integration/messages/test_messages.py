@@ -162,7 +162,12 @@ if sv.rank() == 1:
 
 def until_it_fails():
     while True:
-        sv.send(x, 1) if what == "sending" else sv.recv(1)
+        if what == "sending":
+            sv.send(x, 1)
+        elif what == "any source":
+            sv.recv_any(tag=None)
+        else:
+            sv.recv(1)
 
 
 for _ in range(20):
@@ -178,7 +183,13 @@ raise error
 
 @pytest.mark.parametrize(
     "what",
-    ["sending", *(pytest.param(what, marks=pytest.mark.slow) for what in ("receiving", "told"))],
+    [
+        "sending",
+        *(
+            pytest.param(what, marks=pytest.mark.slow)
+            for what in ("any source", "receiving", "told")
+        ),
+    ],
 )
 def test_a_rank_that_is_killed_between_messages_is_named(launch, what):
     job = launch(

@@ -513,3 +513,12 @@ def test_lists_of_slurm_and_of_pmi():
     for text in ("", "(vector)", "(vector,(0,1))", "(matrix,(0,1,1))", "(vector,(0,x,1))"):
         with pytest.raises(RendezvousError, match="cannot be understood"):
             host_of_each(text, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "program"),
+    [("", 0), ("4", 0), ("3 1", 0), ("2 2", 1), ("1 1 2", 2), ("1 1", 0), ("x", 0)],
+)
+def test_open_mpi_says_which_program_of_several_a_rank_runs(sizes, program):
+    info = launcher_info(OPEN_MPI_5 | {"OMPI_APP_CTX_NUM_PROCS": sizes})
+    assert (info.rank, info.program) == (2, program)

@@ -76,17 +76,18 @@ def barrier_operation(engine, call):
     from syncvar.algorithms.compile_schedule import compile_for_links
     from syncvar.algorithms.schedule import ScheduleArgs
 
-    def body():
-        yield Stage(
-            compile_for_links(
-                build("barrier", "dissemination", ScheduleArgs(engine.rank, 2)), (0, 1)
-            ),
-            np.empty(0, np.uint8),
-        )
-        return call
+    class NumberedBarrier(CheckedCall):
+        def stages(self):
+            yield Stage(
+                compile_for_links(
+                    build("barrier", "dissemination", ScheduleArgs(engine.rank, 2)), (0, 1)
+                ),
+                np.empty(0, np.uint8),
+            )
+            return call
 
     return Communicator(0, (0, 1), engine.recorder, engine).operation(
-        call, CheckedCall(CollectiveSpec(f"barrier {call}"), body())
+        call, NumberedBarrier(CollectiveSpec(f"barrier {call}"))
     )
 
 

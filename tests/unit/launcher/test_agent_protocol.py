@@ -20,14 +20,28 @@ from syncvar_launcher.hosts.agent_protocol import (
     checked_list,
     pack,
 )
+from syncvar_launcher.options.launch_options import RankProgram
 
+PROGRAM = {
+    "kind": "script",
+    "target": "a.py",
+    "args": ["--lr", "1"],
+    "env": {"C": "3"},
+    "workers": 4,
+}
+RANK = {
+    "rank": 3,
+    "environ": {"B": "2"},
+    "cores": [0, 1],
+    "has_input": False,
+    "terminal": None,
+    "program": 0,
+}
 ORDER = {
     "job": "1a2b",
     "generation": 0,
     "secret": b"s" * 32,
-    "kind_of_target": "script",
-    "target": "train.py",
-    "args": ["--lr", "0.1"],
+    "programs": [PROGRAM],
     "cwd": "/data",
     "environ": {"A": "1"},
     "start_method": "spawn",
@@ -38,9 +52,7 @@ ORDER = {
     "env_clear": False,
     "saves_call_totals": False,
     "server_count": 0,
-    "ranks": [
-        {"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False, "terminal": None}
-    ],
+    "ranks": [RANK],
 }
 
 
@@ -75,7 +87,7 @@ def test_what_a_login_shell_prints_first_does_no_harm():
 
 
 def test_an_agent_of_another_protocol_version_is_refused_by_its_greeting():
-    text = "it speaks version 1 of the agent protocol, and the launcher speaks version 2"
+    text = "it speaks version 1 of the agent protocol, and the launcher speaks version 3"
     reader = Reader(awaits_greeting=True)
     assert reader.feed(b"Welcome\nsyncvar-agent 1") == []
     with pytest.raises(WireError, match=text):
@@ -129,8 +141,10 @@ def test_any_bytes_are_understood_or_refused(data):
 
 def test_an_order_is_read():
     order = StartRequest.read(ORDER)
-    assert order.ranks == [RankSpec(3, {"B": "2"}, [0, 1], False, None)]
-    assert order._replace(ranks=ORDER["ranks"])._asdict() == ORDER
+    assert order.ranks == [RankSpec(3, {"B": "2"}, [0, 1], False, None, 0)]
+    assert order.programs == [RankProgram("script", "a.py", ("--lr", "1"), {"C": "3"}, 4)]
+    lists = {"ranks": ORDER["ranks"], "programs": ORDER["programs"]}
+    assert order._replace(**lists)._asdict() == ORDER
 
 
 @pytest.mark.parametrize(
@@ -140,24 +154,25 @@ def test_an_order_is_read():
         {"generation": -1},
         {"generation": True},
         {"secret": "text"},
-        {"args": ["a", 1]},
+        {"programs": None},
+        {"programs": []},
+        {"programs": [{"kind": "script"}]},
+        {"programs": [{**PROGRAM, "args": ["a", 1]}]},
+        {"programs": [{**PROGRAM, "args": "a"}]},
+        {"programs": [{**PROGRAM, "env": {"A": 1}}]},
+        {"programs": [{**PROGRAM, "workers": "1"}]},
+        {"ranks": [{**RANK, "program": 1}]},
+        {"ranks": [{**RANK, "program": -1}]},
+        {"ranks": [{**RANK, "program": "0"}]},
         {"environ": {"A": 1}},
         {"environ": {"A": "1\0"}},
         {"ranks": None},
         {"ranks": [3]},
         {"ranks": [{"rank": 3}]},
         {"more": 1},
-        {
-            "ranks": [
-                {"rank": "3", "environ": {}, "cores": None, "has_input": False, "terminal": None}
-            ]
-        },
-        {
-            "ranks": [
-                {"rank": 3, "environ": {}, "cores": None, "has_input": False, "terminal": [24]}
-            ]
-        },
-        {"ranks": [{"rank": 3, "environ": {}, "cores": "0", "has_input": False, "terminal": None}]},
+        {"ranks": [{**RANK, "rank": "3"}]},
+        {"ranks": [{**RANK, "terminal": [24]}]},
+        {"ranks": [{**RANK, "cores": "0"}]},
     ],
     ids=str,
 )
@@ -167,7 +182,7 @@ def test_an_order_that_is_none_is_refused(change):
 
 
 def test_facts_of_a_host_are_taken_as_they_are_told():
-    facts = facts_of("module", "train", "/")
+    facts = facts_of(["train.py"], "/")
     assert checked_facts(msgpack.unpackb(msgpack.packb(facts))) == facts
 
 
@@ -187,7 +202,7 @@ def test_facts_of_a_host_are_taken_as_they_are_told():
     ids=str,
 )
 def test_facts_that_cannot_be_are_refused(change):
-    facts = facts_of("module", "train", "/")
+    facts = facts_of(["train.py"], "/")
     with pytest.raises(WireError):
         checked_facts({**facts, **change})
     with pytest.raises(WireError):

@@ -1,7 +1,7 @@
 import pytest
 
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.dry_run import dry_run_text
+from syncvar_launcher.dry_run import dry_run_hosts, dry_run_text
 from syncvar_launcher.job.settings_table import settings_rows
 from syncvar_launcher.local.worker_start import server_command
 from syncvar_launcher.options.option_table import BY_KEY
@@ -36,7 +36,7 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
         options,
         [(0, 1), (2, 3), None],
         environments,
-        argv,
+        [argv],
         host="b",
         notes=["bound: 2 cores", "transport x: y"],
     )
@@ -72,18 +72,18 @@ def test_servers_are_shown_with_their_copies_and_a_command_line_that_names_them(
     chosen = parse(["--servers", "2", "--server-replicas", "1", "-m", "train"], {}, tmp_path)
     commands = [server_command("module", "train", server) for server in range(2)]
     text = dry_run_text(
-        chosen, [None], [{}], ["x"], servers=[("a", (1,), commands[0]), ("b", (0,), commands[1])]
+        chosen, [None], [{}], [["x"]], servers=[("a", (1,), commands[0]), ("b", (0,), commands[1])]
     )
     assert "server  host  copies on\n0       a     1\n1       b     0\n" in text
     assert "command of server 0:\n" in text
     assert "syncvar.parameter_server.server_main server 0 -m train\n" in text
-    assert "copies on" not in dry_run_text(chosen, [None], [{}], ["x"])
+    assert "copies on" not in dry_run_text(chosen, [None], [{}], [["x"]])
 
 
 def test_a_cleared_environment_is_shown_whole(tmp_path):
     cleared = parse(["--env-clear", "-m", "train"], {}, tmp_path)
     assert "environment of rank 0, and nothing else:\n  HOME=/h\n" in dry_run_text(
-        cleared, [None], [{"HOME": "/h"}], ["x"]
+        cleared, [None], [{"HOME": "/h"}], [["x"]]
     )
     assert ("env_clear", "yes", "command line") in settings_rows(cleared)
 
@@ -97,8 +97,31 @@ def test_every_setting_is_shown(options):
 
 def test_control_characters_of_values_are_escaped(tmp_path):
     options = parse(["--env", "A=\x1b[2J", "-m", "t"], {}, tmp_path)
-    assert "\x1b" not in dry_run_text(options, [None], [{"A": "\x1b]"}], ["a\x1b"], host="\x1b")
+    assert "\x1b" not in dry_run_text(options, [None], [{"A": "\x1b]"}], [["a\x1b"]], host="\x1b")
 
 
 def test_no_blas_variable_is_said(options):
-    assert "as set" in dry_run_text(options, [None], [{}], ["x"])
+    assert "as set" in dry_run_text(options, [None], [{}], [["x"]])
+
+
+def test_several_programs_are_shown_with_their_ranks(tmp_path):
+    chosen = parse(
+        ["-n", "2", "-x", "A=1", "-m", "a", ":", "-x", "A=2", "-x", "KEY=3", "-m", "b"],
+        {},
+        tmp_path,
+    )
+    text = dry_run_text(chosen, [None] * 3, [{"A": "1"}] * 3, [["run", "a"], ["run", "b"]])
+    assert "command of ranks 0, 1:\n  run a\ncommand of rank 2:\n  run b\n" in text
+    assert "environment set for rank 0:\n  A=1\n--env of rank 2:\n  A=2\n  KEY='***'\n" in text
+
+
+@pytest.mark.parametrize(
+    ("workers", "lines"),
+    [
+        (["-n", "2"], "ranks 0, 1: -m a --lr 1\nrank 2: b.py\n"),
+        ([], "all other ranks: -m a --lr 1\n1 rank: b.py\n"),
+    ],
+)
+def test_several_programs_on_hosts_are_shown(tmp_path, workers, lines):
+    words = ["-H", "a:3", *workers, "-m", "a", "--lr", "1", ":", "b.py"]
+    assert lines in dry_run_hosts(parse(words, {}, tmp_path))

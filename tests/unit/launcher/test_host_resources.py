@@ -219,7 +219,7 @@ def test_the_least_that_a_group_leaves_counts(tmp_path, groups, top):
 
 def test_a_host_without_room_for_one_rank_is_refused():
     facts, chosen = (
-        facts_of("command", "true", "/"),
+        facts_of([], "/"),
         parse(["-n", "2", "--no-python", "true"], {}, Path("/")),
     )
     (host,) = parse_hosts("a").hosts

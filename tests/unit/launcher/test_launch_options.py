@@ -60,6 +60,7 @@ def test_what_is_no_address_is_refused(text):
         ),
         (["--join", "10.0.0.1", "--key-file", "k"], "the port is missing"),
         (["--join", "10.0.0.1:9", "train.py"], "leave train.py out"),
+        (["--join", "10.0.0.1:9", ":", "b.py"], "leave b.py out"),
         (["--join", "10.0.0.1:9", "--workers", "2"], "--workers is for syncvar-launch --listen"),
         (
             ["--join", "10.0.0.1:9", "--listen", "10.0.0.1"],

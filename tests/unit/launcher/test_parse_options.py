@@ -114,6 +114,93 @@ def test_everything_after_the_program_is_passed_on(folder, argv, kind, target, a
     ) == (kind, target, args, 2)
 
 
+def test_a_colon_begins_another_program(folder):
+    options = run(
+        *("-n", "3", "-x", "A=1", "--timeout", "9", "train.py", "-n", "7", "\\:", "\\\\:", "a:b"),
+        *(
+            ":",
+            "--workers",
+            "2",
+            "-x",
+            "A=2",
+            "-x",
+            "HOME",
+            "-m",
+            "other",
+            ":",
+            "--no-python",
+            "sh",
+        ),
+        environ={"SYNCVAR_LAUNCH_ENV": "A=0 B=0", "HOME": "/h", "SYNCVAR_LAUNCH_WORKERS": "9"},
+        cwd=folder,
+    )
+    assert options.ranks.workers == 6
+    assert options.programs == (
+        ("script", "train.py", ("-n", "7", ":", "\\:", "a:b"), {"A": "1", "B": "0"}, 3),
+        ("module", "other", (), {"A": "2", "B": "0", "HOME": "/h"}, 2),
+        ("command", "sh", (), {"A": "0", "B": "0"}, 1),
+    )
+    assert [one.label for one in options.programs] == ["train.py", "-m other", "sh"]
+
+
+def test_without_a_colon_there_is_one_program():
+    options = run("-n", "2", "-x", "A=1", "-m", "train", "-v")
+    assert options.programs == (("module", "train", ("-v",), {"A": "1"}, 2),)
+
+
+@pytest.mark.parametrize(
+    "option", [*OPTIONS, "--no-env-clear"], ids=lambda one: getattr(one, "key", one)
+)
+def test_options_of_the_job_stand_before_the_first_program(capsys, option):
+    if option in (BY_KEY["workers"], BY_KEY["env"]):
+        return
+    words = [option] if isinstance(option, str) else [option.flags[-1]]
+    if not isinstance(option, str) and not option.is_switch:
+        values = {"stats": "yes", "color": "never", "bind": "none", "allocation": "off"}
+        words[0] += f"={values.get(option.key) or (option.choices or ('1',))[0]}"
+        words[0] = words[0].replace("forward-signals=1", "forward-signals=none")
+    text = usage_error(capsys, "-m", "a", ":", *words, "-m", "b")
+    flag = words[0].partition("=")[0].replace("--no-", "--")
+    assert text == (
+        f"{flag} stands after ':', and it concerns the whole job: give it before the first program "
+        "[SV-506]"
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["-m", "a", ":"], [":", "-m", "a"], ["-m", "a", ":", ":", "-m", "b"], ["-m", "a", ":", "-m"]],
+)
+def test_each_part_has_a_program(capsys, argv):
+    text = usage_error(capsys, *argv)
+    assert "before and after each ':'" in text or text.startswith("-m needs")
+    assert r"for an argument that is a colon write '\:'" in text
+
+
+def test_scripts_of_all_parts_are_looked_for(capsys, folder):
+    assert "no script trian.py" in usage_error(capsys, "train.py", ":", "trian.py", cwd=folder)
+
+
+def test_options_count_the_ranks_of_all_programs():
+    assert run("-n", "2", "--output", "3", "--debug", "4", "-m", "a", ":", "-n", "3", "-m", "b")
+    with pytest.raises(ConfigError, match=r"--debug 5: there is no such rank among 5"):
+        run("-n", "2", "--debug", "5", "-m", "a", ":", "-n", "3", "-m", "b")
+    with pytest.raises(ConfigError, match=r"the programs have 65538 ranks together"):
+        run("-n", "65536", "-m", "a", ":", "-n", "2", "-m", "b")
+    with pytest.raises(ConfigError, match=r"--start-method fork: sh is a program of its own"):
+        run("--start-method", "fork", "-m", "a", ":", "--no-python", "sh")
+
+
+def test_on_hosts_the_first_program_takes_the_slots_that_the_others_leave():
+    options = run("-H", "a:3", "-m", "a", ":", "-n", "2", "-m", "b")
+    assert (options.ranks.workers, options.programs[0].workers) == (0, 0)
+    assert [one.workers for one in options.with_workers(3).programs] == [1, 2]
+    with pytest.raises(ConfigError, match="the hosts have 2 slots, and the programs after "):
+        options.with_workers(2)
+    known = run("-H", "a:3", "-n", "1", "-m", "a", ":", "-n", "2", "-m", "b")
+    assert [one.workers for one in known.programs] == [1, 2]
+
+
 @pytest.mark.parametrize(
     "spelling",
     [

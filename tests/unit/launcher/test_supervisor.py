@@ -22,7 +22,7 @@ DISAGREE = {"error": "MismatchError", "message": "no", "traceback": "", "exit_co
 
 
 def supervisor(workers=3, *, is_command=False, timeout_s=float("inf")):
-    return Supervisor(workers, CONFIG, is_command, 0.0, timeout_s)
+    return Supervisor(workers, CONFIG, range(workers if is_command else 0), 0.0, timeout_s)
 
 
 def end(one, *ranks, now=99.0):
@@ -442,7 +442,7 @@ TRIPLE = ((1,), (2,), (0,))
 
 
 def with_servers(mirrors, *, workers=2, restarts=0):
-    return Supervisor(workers, CONFIG, False, 0.0, mirrors=mirrors, restarts=restarts)
+    return Supervisor(workers, CONFIG, (), 0.0, mirrors=mirrors, restarts=restarts)
 
 
 def test_servers_are_told_to_end_when_the_last_worker_has_and_only_then():
@@ -581,9 +581,7 @@ def test_a_worker_whose_failure_would_come_again_is_not_started_again_alone():
     "why", ["it had joined the others", "there are no servers", "the job is ending"]
 )
 def test_a_worker_is_not_started_again_alone_where_that_does_not_help(why):
-    one = Supervisor(
-        2, CONFIG, False, 0.0, mirrors=() if "no servers" in why else ((),), restarts=3
-    )
+    one = Supervisor(2, CONFIG, (), 0.0, mirrors=() if "no servers" in why else ((),), restarts=3)
     if "ending" in why:
         one.signalled(15, 0.5)
     one.exited(1, -9, 1.0, joined="joined" in why)
@@ -612,7 +610,7 @@ def test_workers_are_told_to_end_before_servers_which_may_have_to_save_for_them(
 
 
 def test_servers_of_a_host_that_is_gone_with_all_ranks_are_not_replaced():
-    one = Supervisor(1, CONFIG, False, 0.0, mirrors=((1,), (0,)))
+    one = Supervisor(1, CONFIG, (), 0.0, mirrors=((1,), (0,)))
     assert not any(
         isinstance(action, DropServer) for action in one.unreachable(0, "its host is gone", 1.0)
     )

@@ -4,6 +4,7 @@ import pytest
 
 from syncvar.bootstrap.preloaded_imports import READ_ONCE, blas_threads
 from syncvar_launcher.local.worker_start import plan_start, start_early
+from syncvar_launcher.options.launch_options import RankProgram
 
 
 @pytest.fixture
@@ -19,7 +20,8 @@ def begin(tmp_path):
     (tmp_path / "package" / "part.py").write_text("NPY_PROMOTION_STATE")
 
     def decide(target="train.py", kind="script", method="auto", workers=2, **environ):
-        return plan_start(method, kind, target, workers, str(tmp_path), environ)
+        program = RankProgram(kind, target, (), {}, workers)
+        return plan_start(method, [program], workers, str(tmp_path), environ)
 
     return decide
 
@@ -98,3 +100,31 @@ def test_threads_are_those_that_openblas_takes(environ, threads):
 )
 def test_nothing_is_started_ahead_that_would_show_or_lack_something(arguments, environ):
     assert start_early(arguments, environ) is None
+
+
+@pytest.mark.parametrize(
+    ("targets", "variables", "reason"),
+    [
+        (("train.py", "old.py"), {}, "old.py names NPY_DISABLE_CPU_FEATURES, OPENBLAS_CORETYPE, "),
+        (("train.py", "package/part.py"), {}, "package/part.py names NPY_PROMOTION_STATE, "),
+        (("train.py", "package/empty.py"), {}, "the programs are in different folders"),
+        (("train.py", "other.py"), {"PYTHONUTF8": "1"}, "the programs differ in PYTHONUTF8, "),
+        (("train.py", "other.py"), {"NPY_X": "1"}, "the programs differ in NPY_X, "),
+        (("train.py", "other.py"), {"PYTHONVERBOSE": "1"}, "PYTHONVERBOSE shows what "),
+        (("train.py", "other.py"), {"OMP_NUM_THREADS": "1", "OWN": "2"}, ""),
+    ],
+)
+def test_programs_are_forked_from_one_process_if_it_can_serve_all(
+    begin, tmp_path, targets, variables, reason
+):
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "package" / "empty.py").write_text("")
+    first = RankProgram("script", targets[0], (), {"A": "1"}, 1)
+    second = RankProgram("script", targets[1], (), {"A": "1", **variables}, 1)
+    chosen = plan_start("auto", [first, second], 2, str(tmp_path), {})
+    assert chosen.is_forked == (not reason)
+    assert chosen.reason.startswith(reason)
+    module = RankProgram("module", "other", (), {}, 1)
+    assert plan_start("auto", [first, module], 2, str(tmp_path), {}).is_forked
+    command = RankProgram("command", "sh", (), {}, 1)
+    assert not plan_start("auto", [first, command], 2, str(tmp_path), {}).is_forked

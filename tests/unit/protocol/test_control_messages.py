@@ -31,6 +31,7 @@ GOOD = {
         "description": "w",
         "site": "s",
         "awaiting": [1],
+        "alternatives": [1, (1 << 64) - 1, 7],
         "waited_s": 0.5,
         "mismatch": False,
         "has_active_threads": True,

@@ -66,6 +66,7 @@ def report(**more):
         "description": "barrier",
         "site": "a.py:1",
         "awaiting": [1],
+        "alternatives": [],
         "waited_s": 0.1,
         "mismatch": False,
         "has_active_threads": False,

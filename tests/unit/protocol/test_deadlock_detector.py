@@ -157,6 +157,44 @@ def test_no_false_deadlock_in_any_state_of_ranks_that_can_still_finish():
             assert find_deadlock(list(reports.values())) == []
 
 
+# -- waits for any of several ranks ----------------------------------------------------------------
+
+
+def any_of(rank, group, *alternatives, **more):
+    return report(rank, group, (rank,), alternatives=alternatives, **more)
+
+
+def test_a_wait_for_any_rank_is_a_deadlock_if_all_of_them_wait():
+    reports = [
+        any_of(0, 90, (1, 10, 4), (2, 20, 0)),
+        report(1, 7, (0, 1)),
+        report(2, 8, (1, 2), entered={20: -1}),
+    ]
+    found = find_deadlock(reports)
+    assert {(one.group, one.members) for one in found} == {(90, (0,)), (7, (0, 1)), (8, (1, 2))}
+    assert set(found[0].table) == {0, 1, 2}
+    assert "for ranks 1, 2" in found[0].table[0]
+
+
+def test_a_wait_for_any_rank_ends_if_one_of_them_can_move():
+    blocked = [any_of(0, 90, (1, 10, 4), (2, 20, 0)), report(1, 7, (0, 1))]
+    assert find_deadlock(blocked) == []  # rank 2 has not reported
+    sent = [*blocked, report(2, 8, (1, 2), entered={20: 0})]
+    assert find_deadlock(sent) == []  # its message is on the way
+    free = [*blocked, report(2, 8, (2, 3))]
+    assert find_deadlock(free) == []  # it waits for rank 3, which has not reported
+
+
+def test_two_ranks_that_probe_each_other():
+    found = find_deadlock([any_of(0, 90, (1, 10, 0)), any_of(1, 91, (0, 11, 0))])
+    assert {one.group for one in found} == {90, 91}
+
+
+def test_a_stall_of_a_probe_does_not_name_late_ranks():
+    (stall,) = find_stalls([any_of(0, 90, (1, 10, 0), since=0.0)], 99.0, 5.0)
+    assert stall.sentence.endswith("no message has come")
+
+
 # -- stalls ----------------------------------------------------------------------------------------
 
 

@@ -79,8 +79,13 @@ def simulate_symbols(seed):
 
     brought = [work.copy() for work in works] if draw.integers(2) else None
 
-    def request(rank, group):
-        def body():
+    class SymbolicCall(CheckedCall):
+        def __init__(self, rank, group):
+            super().__init__(CollectiveSpec(f"{collective} by {algorithm}"))
+            self.rank = rank
+
+        def stages(self):
+            rank = self.rank
             plan = compile_for_links(
                 build(collective, algorithm, ScheduleArgs(rank, n, **case)), range(n)
             )
@@ -90,15 +95,13 @@ def simulate_symbols(seed):
                 works[rank][...] = UNKNOWN
                 yield Stage(plan, works[rank], symbols.combine, send_buffer=brought[rank])
 
-        return CheckedCall(CollectiveSpec(f"{collective} by {algorithm}"), body())
-
     world = Simulation(
         n,
         seed,
         overtake_max=int(draw.choice([0, 3])),
         segment_bytes=int(draw.choice([8, 16, 1 << 20])),
     )
-    world.call(request)
+    world.call(SymbolicCall)
     world.run()
     for rank, wanted_of_rank in enumerate(contract.after):
         for wanted in wanted_of_rank:
@@ -228,8 +231,13 @@ def test_the_same_seed_makes_the_same_steps():
 def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
     """The simulator is strong enough: memory that is changed while a frame of it flies is noticed."""
 
-    def request(rank, group):
-        def body():
+    class SelfSendingCall(CheckedCall):
+        def __init__(self, rank, group):
+            super().__init__(CollectiveSpec("sends its own buffer"))
+            self.rank = rank
+
+        def stages(self):
+            rank = self.rank
             work = np.full(3, rank, np.int64)
             whole, other = Chunk(0, 3), 1 - rank
             steps = (Send(other, whole), Recv(other, Chunk(0, 3, Buffer.SCRATCH)))
@@ -243,11 +251,9 @@ def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
             )
             return work
 
-        return CheckedCall(CollectiveSpec("sends its own buffer"), body())
-
     wrong = 0
     for seed in range(50):
         world = Simulation(2, seed)
-        world.call(request)
+        world.call(SelfSendingCall)
         wrong += any(list(result) != [1, 1, 1] for result in world.run()[0])
     assert wrong
