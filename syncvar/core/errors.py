@@ -317,6 +317,7 @@ class DeadlineExceeded(TransportError, TimeoutError):
     """
 
     code = "SV-307"
+    __new__ = TimeoutError.__new__  # RuntimeError's, which is found first, makes no OSError
 
     def __init__(self, message: str, missing: Sequence[int] = (), timeout_s: float = 0.0) -> None:
         self.missing = tuple(missing)
