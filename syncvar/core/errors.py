@@ -317,7 +317,8 @@ class DeadlineExceeded(TransportError, TimeoutError):
     """
 
     code = "SV-307"
-    __new__ = TimeoutError.__new__  # RuntimeError's, which is found first, makes no OSError
+    # RuntimeError.__new__, which is found first, makes no OSError.
+    __new__ = TimeoutError.__new__  # type: ignore[assignment]
 
     def __init__(self, message: str, missing: Sequence[int] = (), timeout_s: float = 0.0) -> None:
         self.missing = tuple(missing)
