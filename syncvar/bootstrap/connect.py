@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from syncvar.bootstrap.kv_store import MpiStore
+    from syncvar.bootstrap.kv_store import KeyValueStore, MpiStore
     from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.fork_cleanup import ExceptionHook
@@ -93,6 +93,23 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         None if kv_store is None else kv_store.fabric,
         keeper,
     )
+
+
+def connect_as(
+    info: LaunchInfo, environ: MutableMapping[str, str], kv_store: KeyValueStore
+) -> ProcessContext:
+    """Return the context of a rank whose identity the program gives, instead of a launcher.
+
+    The ranks of several hosts meet by `kv_store`. Errors are those of `connect`.
+    """
+    from syncvar.bootstrap.rendezvous import meet
+
+    config = RuntimeConfig.from_mapping(environ).consistent()
+    log_at(config.log_level)
+    _give_exit_codes()
+    environment, secret = meet(info, config, environ, job_secret(environ), kv_store)
+    keys = keys_of(environment, config, environ, secret)
+    return _wired(environment, config, 0, keys, None, 0)
 
 
 def _launcher_identity(

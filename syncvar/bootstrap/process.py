@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
     from syncvar.bootstrap.context import ProcessContext
+    from syncvar.bootstrap.kv_store import KeyValueStore
+    from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.stack_dump import StackFrame
 
@@ -224,6 +226,21 @@ def current(*, alone: bool = False) -> ProcessContext:
     return _join(alone=alone)
 
 
+def join_as(info: LaunchInfo, kv_store: KeyValueStore) -> None:
+    """Join a job of which the program gives the identity; the ranks meet by `kv_store`.
+
+    Raise UsageError if this process has joined a job already, and the errors of `init`.
+    """
+    with _state.lock:
+        if _state.forked is not None:
+            raise _state.forked
+        if joined() is not None:
+            raise UsageError("this process has joined a job already: call sv.shutdown() before")
+        from syncvar.bootstrap.connect import connect_as
+
+        _adopt(connect_as(info, _state.environ, kv_store))
+
+
 def dispatch_calls(function: Any, **arguments: Any) -> Any:
     """Return a function whose persistent calls C runs; see `call_dispatch`."""
     return call_dispatch(function, _state, **arguments)
@@ -292,14 +309,20 @@ def _join(*, alone: bool) -> ProcessContext:
         # Imported late: only a process that joins needs sockets and shared memory.
         from syncvar.bootstrap.connect import connect
 
-        _state.default = connect(_state.environ, _state.generations, alone=alone)
-        for listener in _state.joiners:
-            listener(_state.default)
+        _adopt(connect(_state.environ, _state.generations, alone=alone))
         _state.generations += 1
-        if not _state.is_exit_registered:
-            _state.is_exit_registered = True
-            register_exit(_at_exit)
+        assert _state.default is not None
         return _state.default
+
+
+def _adopt(context: ProcessContext) -> None:
+    """Make a new context that of the process; the caller holds the lock."""
+    _state.default = context
+    for listener in _state.joiners:
+        listener(context)
+    if not _state.is_exit_registered:
+        _state.is_exit_registered = True
+        register_exit(_at_exit)
 
 
 def _forked() -> None:

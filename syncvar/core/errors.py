@@ -176,7 +176,7 @@ class NoAggregation(UsageError, ValueError):
     code = "SV-105"
 
 
-class MismatchError(SyncvarError):
+class MismatchError(SyncvarError, RuntimeError):
     """The ranks do not make the same call. Nothing changed and the group stays usable.
 
     Every rank of the group raises it for that call. This is sure because no collective ends on any
@@ -210,7 +210,7 @@ class MismatchError(SyncvarError):
         super().__init__(message + rows)
 
 
-class TransportError(SyncvarError):
+class TransportError(SyncvarError, RuntimeError):
     """A link failed. Every group of this version of the membership is broken.
 
     Example:
@@ -317,6 +317,8 @@ class DeadlineExceeded(TransportError, TimeoutError):
     """
 
     code = "SV-307"
+    # RuntimeError.__new__, which is found first, makes no OSError.
+    __new__ = TimeoutError.__new__  # type: ignore[assignment]
 
     def __init__(self, message: str, missing: Sequence[int] = (), timeout_s: float = 0.0) -> None:
         self.missing = tuple(missing)

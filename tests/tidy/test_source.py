@@ -408,6 +408,10 @@ SHOWN_TIMES = {
     "syncvar/runtime/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/folder.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/object_codec.py": {"datetime"},
+    # torch's timeouts are intervals of this module
+    "syncvar/torch/process_group.py": {"datetime"},
+    "syncvar/torch/torch_rendezvous.py": {"datetime"},
+    "syncvar/torch/torch_work.py": {"datetime"},
 }
 
 

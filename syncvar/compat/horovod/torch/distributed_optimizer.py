@@ -26,7 +26,7 @@ _FIRST_BYTES = 1 << 20  # of the bucket whose gradients come first
 _BUCKET_BYTES = 8 << 20
 
 
-class GradientBucket:
+class HvdBucket:
     """Parameters whose gradients travel together.
 
     Attributes:
@@ -59,14 +59,14 @@ class GradientReducer:
         self.options = options
         self.passes = options.passes
         self.passes_left = dict.fromkeys(names, self.passes)
-        self.buckets: list[GradientBucket] = []
-        self.bucket_of: dict[Any, GradientBucket] = {}
+        self.buckets: list[HvdBucket] = []
+        self.bucket_of: dict[Any, HvdBucket] = {}
         self.started = 0  # number of buckets
         self.hooks: list[Any] = []
 
     def watch(self, units: Sequence[Sequence[Any]]) -> None:
         """Reduce these groups of parameters from now on."""
-        self.buckets = [GradientBucket(unit) for unit in units if unit]
+        self.buckets = [HvdBucket(unit) for unit in units if unit]
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 self.bucket_of[parameter] = bucket
@@ -113,7 +113,7 @@ class GradientReducer:
             call = ReduceCall(tensors, tensors, names, reduction, process_set, is_group=True)
             bucket.handle = operations.submit(call)
 
-    def begin_sparse(self, bucket: GradientBucket, parameter: Any) -> None:
+    def begin_sparse(self, bucket: HvdBucket, parameter: Any) -> None:
         """Begin the operation of a sparse gradient."""
         bucket.sparse[parameter] = sparse_allreduce_async(
             parameter.grad,

@@ -18,7 +18,7 @@ from syncvar.compat.horovod.torch.operation_queue import HorovodInternalError, o
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.compat.horovod.torch.operation_queue import Operation
+    from syncvar.compat.horovod.torch.operation_queue import QueuedOperation
     from syncvar.compat.horovod.torch.process_sets import ProcessSet
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
@@ -158,7 +158,7 @@ def delivered(
     return list(outputs)
 
 
-def zeros_for(description: dict[str, Any]) -> Operation | None:
+def zeros_for(description: dict[str, Any]) -> QueuedOperation | None:
     """Return the call of a rank that has joined: the sum of zeros with the others' tensors."""
     from syncvar.compat.horovod.torch.process_sets import global_process_set
 
@@ -257,7 +257,7 @@ class ReduceScatterCall(TensorsCall):
         return reduction.after(piece, self._set.size() or 1, op)
 
 
-class BroadcastCall(TensorsCall):
+class HvdBroadcast(TensorsCall):
     """Broadcast to all ranks, to outputs if there are any."""
 
     kind = "broadcast"

@@ -11,7 +11,7 @@ from syncvar.compat.horovod.torch.hvd_calls import (
     AlltoallCall,
     Average,
     BarrierCall,
-    BroadcastCall,
+    HvdBroadcast,
     GatherCall,
     ReduceCall,
     ReduceScatterCall,
@@ -356,7 +356,7 @@ def broadcast_async(
 ) -> int:
     """Begin to send the root's tensor to all ranks; return a handle."""
     require_init()
-    return operations.submit(BroadcastCall(tensor, None, root_rank, name, process_set))
+    return operations.submit(HvdBroadcast(tensor, None, root_rank, name, process_set))
 
 
 def broadcast_async_(
@@ -367,7 +367,7 @@ def broadcast_async_(
 ) -> int:
     """Begin to overwrite a tensor by the root's; return a handle."""
     require_init()
-    return operations.submit(BroadcastCall(tensor, tensor, root_rank, name, process_set))
+    return operations.submit(HvdBroadcast(tensor, tensor, root_rank, name, process_set))
 
 
 def broadcast_(
@@ -378,7 +378,7 @@ def broadcast_(
 ) -> Any:
     """Overwrite a tensor by the root's, and return it."""
     require_init()
-    return operations.call(BroadcastCall(tensor, tensor, root_rank, name, process_set))
+    return operations.call(HvdBroadcast(tensor, tensor, root_rank, name, process_set))
 
 
 class BroadcastFunction(torch.autograd.Function):  # type: ignore[misc]
@@ -391,7 +391,7 @@ class BroadcastFunction(torch.autograd.Function):  # type: ignore[misc]
         """Make the call."""
         require_init()
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return operations.call(BroadcastCall(tensor, None, root_rank, name, process_set))
+        return operations.call(HvdBroadcast(tensor, None, root_rank, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:

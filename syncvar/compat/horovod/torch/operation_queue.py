@@ -32,7 +32,7 @@ class DuplicateNameError(ValueError, HorovodInternalError):
     """An operation of this name has been submitted, and has not ended."""
 
 
-class Operation(Protocol):
+class QueuedOperation(Protocol):
     """A collective call with its arguments."""
 
     name: str | None
@@ -48,7 +48,7 @@ class Operation(Protocol):
 class PendingOperation:
     """An operation on its way, with its result or error."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: QueuedOperation) -> None:
         self.operation = operation
         self.result: Any = None
         self.error: BaseException | None = None
@@ -68,7 +68,7 @@ class JoinCall:
     name: str | None = None
     is_global = True
 
-    def __init__(self, substitute: Callable[[dict[str, Any]], Operation | None]) -> None:
+    def __init__(self, substitute: Callable[[dict[str, Any]], QueuedOperation | None]) -> None:
         self.substitute = substitute
 
     def description(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class OperationQueue:
 
     # -- for the functions of the interface --------------------------------------------------------
 
-    def submit(self, operation: Operation) -> int:
+    def submit(self, operation: QueuedOperation) -> int:
         """Let the thread make an operation, and return its handle."""
         pending = PendingOperation(operation)
         with self._changed:
@@ -117,7 +117,7 @@ class OperationQueue:
             self._changed.notify_all()
         return handle
 
-    def call(self, operation: Operation) -> Any:
+    def call(self, operation: QueuedOperation) -> Any:
         """Make an operation and return its result; in this thread if no other one waits."""
         with self._changed:
             is_idle = not self._waiting and not self._running
@@ -178,7 +178,7 @@ class OperationQueue:
                 self._changed.notify_all()
             pending.done.set()
 
-    def _make(self, operation: Operation) -> Any:
+    def _make(self, operation: QueuedOperation) -> Any:
         """Make an operation; SyncvarError becomes HorovodInternalError."""
         try:
             if isinstance(operation, JoinCall):
@@ -193,7 +193,7 @@ class OperationQueue:
         except SyncvarError as error:
             raise HorovodInternalError(error_line(error)) from error
 
-    def _again(self, operation: Operation, error: SyncvarError) -> Any:
+    def _again(self, operation: QueuedOperation, error: SyncvarError) -> Any:
         """Make an operation again, if it failed because a rank has joined."""
         if self._joined:
             raise HorovodInternalError(str(error)) from error
@@ -205,7 +205,7 @@ class OperationQueue:
             raise HorovodInternalError(error_line(second)) from error
         raise HorovodInternalError(str(error)) from error
 
-    def _announce(self, operation: Operation) -> None:
+    def _announce(self, operation: QueuedOperation) -> None:
         """Exchange descriptions with all ranks; raise if those that have joined cannot follow."""
         mine = operation.description()
         if operation.is_global:
@@ -243,7 +243,7 @@ class OperationQueue:
             if substitute is not None:
                 self._follow(substitute)
 
-    def _follow(self, substitute: Operation) -> None:
+    def _follow(self, substitute: QueuedOperation) -> None:
         try:
             substitute.run()
         except (MismatchError, ConfigError):
