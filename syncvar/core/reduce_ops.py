@@ -383,11 +383,11 @@ def identity(op: Reduction) -> Any:
 
 
 def divide_mean(op: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
-    """Return `total`, or for a mean a new array divided by `count`.
+    """Return `total`, or for a mean of several inputs a new array divided by `count`.
 
     It never divides in place: over links the array may still be on its way to other ranks.
     """
-    if not op.is_mean:
+    if not op.is_mean or count <= 1:
         return total
     return np.asarray(np.divide(total, np.asarray(count, dtype=total.dtype)))
 

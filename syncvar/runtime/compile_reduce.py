@@ -78,8 +78,12 @@ class ResultPlacement(NamedTuple):
         return range(rank if self.collective == "exscan" else size)
 
     def divisor(self, rank: int, size: int) -> int:
-        """Return the divisor of a mean on a rank."""
-        return size if self.collective == "reduce" else len(self.terms(rank, size))
+        """Return the divisor of a mean on a rank; 0 for one input, which is not divided.
+
+        NumPy divides a complex infinity by 1 to inf+nanj, so all ways have to agree.
+        """
+        count = size if self.collective == "reduce" else len(self.terms(rank, size))
+        return count if count > 1 else 0
 
     @property
     def is_prefix(self) -> bool:

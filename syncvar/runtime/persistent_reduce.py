@@ -396,8 +396,8 @@ class ReduceProgram:
         """Return the arithmetic in slots, where halves are float32."""
         form, channel, accumulate = self.form, self.channel, reduction.accumulate
         division: tuple[Any, bytes] = (None, b"")
-        if reduction.is_mean:
-            divisor = form.ends.divisor(channel.rank, channel.size)
+        divisor = form.ends.divisor(channel.rank, channel.size) if reduction.is_mean else 0
+        if divisor:
             division = (np.divide, np.asarray(divisor, accumulate).tobytes())
         half = HALVES[reduction.result.name] if reduction.result != accumulate else 0
         return accumulate.itemsize, accumulate, half, reduction.ufunc, *division, form.apply

@@ -186,3 +186,15 @@ def test_a_world_of_one():
         wanted = everything(9)
     with np.errstate(all="raise"):
         assert everything(9) == wanted
+
+
+def test_a_mean_of_one_input_is_that_input_on_every_path(ranks):
+    """NumPy divides a complex infinity by 1 to inf+nanj, so no path may divide."""
+
+    def fn():
+        x = np.resize(np.array([np.inf, 1 + 2j], np.complex64), 6)
+        first = [sv.scan(x, "mean").tobytes() for _ in range(4)]
+        first += [sv.scan(x, "mean", async_op=True).wait().tobytes() for _ in range(3)]
+        return [one == x.tobytes() for one in first] if sv.rank() == 0 else []
+
+    assert ranks(fn)[0] == [True] * 7
