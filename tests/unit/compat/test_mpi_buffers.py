@@ -37,7 +37,7 @@ class FakeTensor:
         [np.arange(-2, 9, dtype="i"), (4, 2), "i"],
         (bytearray(np.arange(4, dtype="i").tobytes()), "i"),
     ],
-    ids=str,
+    ids=lambda one: type(one).__name__,
 )
 def test_buffers_with_four_integers(value):
     region = simple_region(value)
