@@ -103,10 +103,10 @@ def all_reduce(  # noqa: PLR0913  (public signature)
         array(3.)
     """
     make: type[AllReduceCall] = _PublicCall
-    rest: tuple[Any, ...] = (op_name(op), reproducible, algorithm)
+    options: tuple[Any, ...] = (op_name(op), reproducible, algorithm)
     if prescale is not None or postscale is not None or weight is not None:
-        make, rest = _ScaledCall, (*rest, (prescale, postscale, weight))
-    return make_call(all_reduce, make, x, out, group, async_op, timeout, _foreign, rest)
+        make, options = _ScaledCall, (*options, (prescale, postscale, weight))
+    return make_call(all_reduce, make, x, out, group, async_op, timeout, _foreign, options)
 
 
 class AllReduceCall(ReductionCall):
@@ -173,28 +173,28 @@ class _PublicCall(AllReduceCall):
 
     @staticmethod
     def form_of(
-        _communicator: Communicator, x: Any, _out: Any, rest: Any
+        _communicator: Communicator, x: Any, _out: Any, options: Any
     ) -> NDArray[Any] | PyTree | None:
-        op, reproducible, algorithm = rest
+        op, reproducible, algorithm = options
         if algorithm is None and isinstance(op, str) and type(reproducible) is bool:
             return x if type(x) is np.ndarray else form_of(x)
         return None
 
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, op: str, *rest: Any, keep: bool
+        self, communicator: Communicator, x: Any, out: Any, op: str, *options: Any, keep: bool
     ) -> None:
         for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
             check_finite(as_array(leaf), "all_reduce")
-        super().__init__(communicator, x, op, out=out, options=ReduceOptions(*rest), keep=keep)
+        super().__init__(communicator, x, op, out=out, options=ReduceOptions(*options), keep=keep)
 
 
 class _ScaledCall(AllReduceCall):
     """An all-reduce of one array with the factors (prescale, postscale, weight)."""
 
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, op: str, *rest: Any, keep: bool
+        self, communicator: Communicator, x: Any, out: Any, op: str, *options: Any, keep: bool
     ) -> None:
-        *choice, (prescale, postscale, weight) = rest
+        *choice, (prescale, postscale, weight) = options
         if is_structure(x):
             raise ConfigError(
                 "prescale, postscale and weight take one array; call all_reduce for each leaf"

@@ -81,8 +81,8 @@ def broadcast(
         >>> sv.broadcast(np.arange(3))
         array([0, 1, 2])
     """
-    rest = (root, algorithm)
-    return make_call(broadcast, BroadcastCall, x, out, group, async_op, timeout, _foreign, rest)
+    options = (root, algorithm)
+    return make_call(broadcast, BroadcastCall, x, out, group, async_op, timeout, _foreign, options)
 
 
 class BroadcastCall(TransferCall):

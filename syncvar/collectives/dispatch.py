@@ -77,29 +77,29 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
     async_op: bool,  # noqa: FBT001  (hot path)
     timeout: float | None,
     foreign: Mapping[str, Any],
-    rest: tuple[Any, ...] = (),
+    options: tuple[Any, ...] = (),
 ) -> Any:
     """Make a public call by its persistent call, or by the slow path.
 
     Args:
         public: The public function.
-        make: The subclass of `Persistable`. It takes (communicator, x, out, *rest, keep=...) and
+        make: The subclass of `Persistable`. It takes (communicator, x, out, *options, keep=...) and
             checks the arguments; `keep` copies the input.
         x, out, group, async_op, timeout: The caller's arguments.
         foreign: Unknown keywords, for which an error names ours.
-        rest: The other arguments; the C extension looks up calls by the first one and the array.
+        options: The other arguments; the C extension looks up calls by the first one and the array.
     """
     if foreign:
         raise unexpected_keyword(public, foreign)
     communicator = communicator_of(group)
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
-        form = make.form_of(communicator, x, out, rest)
+        form = make.form_of(communicator, x, out, options)
         if form is not None:
-            key = key_of((make, rest), form)
+            key = key_of((make, options), form)
             persistent: Any = communicator.persistent_calls.get(key)
             if persistent is None:
-                check = partial(make, communicator, x, out, *rest, keep=False)
-                persistent = _persist(communicator, key, form, check, public, rest)
+                check = partial(make, communicator, x, out, *options, keep=False)
+                persistent = _persist(communicator, key, form, check, public, options)
             else:
                 recall(public, persistent)
             if persistent is not None:
@@ -111,10 +111,10 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
                 if result is not None:  # None: nothing was done, so the slow path follows
                     return None if result is NO_RESULT else result
     if is_foreign(x, out):
-        options = {"group": group, "async_op": async_op, "timeout": timeout, "rest": rest}
-        again = partial(make_call, public, make, out=None, foreign={}, **options)
+        names = {"group": group, "async_op": async_op, "timeout": timeout, "options": options}
+        again = partial(make_call, public, make, out=None, foreign={}, **names)
         return call_with_numpy(again, x, out)
-    check = partial(make, communicator, x, out, *rest, keep=async_op)
+    check = partial(make, communicator, x, out, *options, keep=async_op)
     return communicator.perform(public.__name__, check, timeout, async_op=async_op)
 
 
@@ -128,19 +128,19 @@ def call_persistent(  # noqa: PLR0913  (hot path)
     spec: CollectiveSpec | None = None,
     *,
     public: Any = None,
-    rest: tuple[Any, ...] = (),
+    options: tuple[Any, ...] = (),
 ) -> Any:
     """Make a call by its persistent call; return None, having done nothing, if there is none.
 
     `check` checks the arguments and returns the checked call, from which the persistent one is
     built. `spec` describes this call; None: the spec of the checked call does. From now on the C
-    dispatch of `public`, if given, may find the call. `key` is as for `key_of`, `rest` as for
+    dispatch of `public`, if given, may find the call. `key` is as for `key_of`, `options` as for
     `make_call`.
     """
     whole_key = key_of(key, form)
     persistent = communicator.persistent_calls.get(whole_key)
     if persistent is None:
-        persistent = _persist(communicator, whole_key, form, check, public, rest)
+        persistent = _persist(communicator, whole_key, form, check, public, options)
     elif public is not None:
         recall(public, persistent)
     if persistent is None or not (timeout is None or is_seconds(timeout)):
@@ -162,7 +162,7 @@ def _persist(
     form: Any,
     check: Callable[[], Persistable],
     public: Any,
-    rest: tuple[Any, ...],
+    options: tuple[Any, ...],
 ) -> Persistent | None:
     """Build the persistent call of a key, and show it to the C dispatch of the public function."""
     if not communicator.keeps_persistent or not communicator.is_shared:
@@ -173,9 +173,9 @@ def _persist(
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
-    # C looks at the first of `rest` only, so all others must have their default.
-    if public is not None and checked.is_dispatched and not any(rest[1:]):
-        remember(public, rest[0] if rest else None, call, communicator.persistent_calls)
+    # C looks at the first of `options` only, so all others must have their default.
+    if public is not None and checked.is_dispatched and not any(options[1:]):
+        remember(public, options[0] if options else None, call, communicator.persistent_calls)
     return call
 
 
@@ -198,9 +198,9 @@ def plain_array(x: Any) -> NDArray[Any] | None:
 
 
 def plain_form(
-    _communicator: Communicator, x: Any, _out: Any, rest: tuple[Any, ...]
+    _communicator: Communicator, x: Any, _out: Any, options: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     """Return the array of a call with an op, a root, or both, and no algorithm; else None."""
-    *options, algorithm = rest
-    is_plain = all(isinstance(one, str) or type(one) is int for one in options)
+    *others, algorithm = options
+    is_plain = all(isinstance(one, str) or type(one) is int for one in others)
     return plain_array(x) if is_plain and algorithm is None else None

@@ -76,17 +76,19 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
-    rest = (axis, algorithm)
-    return make_call(all_gather, AllGatherCall, x, out, group, async_op, timeout, _foreign, rest)
+    options = (axis, algorithm)
+    return make_call(all_gather, AllGatherCall, x, out, group, async_op, timeout, _foreign, options)
 
 
 class AllGatherCall(TransferCall):
     """An all-gather, or a gather to `root`; `keep` copies the input."""
 
     @staticmethod
-    def form_of(_communicator: Communicator, x: Any, _out: Any, rest: Any) -> NDArray[Any] | None:
+    def form_of(
+        _communicator: Communicator, x: Any, _out: Any, options: Any
+    ) -> NDArray[Any] | None:
         """Return the array of a gather along axis 0, or None for any other gather."""
-        *numbers, algorithm = rest  # the axis is the last number
+        *numbers, algorithm = options  # the axis is the last number
         is_plain = algorithm is None and all(type(one) is int for one in numbers)
         array = plain_array(x) if is_plain else None
         if array is None or numbers[-1] not in (0, -max(1, array.ndim)):
@@ -268,17 +270,17 @@ def gather(  # noqa: PLR0913  (public signature)
         >>> sv.gather(np.arange(3))
         array([0, 1, 2])
     """
-    rest = (root, axis, algorithm)
-    return make_call(gather, _GatherCall, x, out, group, async_op, timeout, _foreign, rest)
+    options = (root, axis, algorithm)
+    return make_call(gather, _GatherCall, x, out, group, async_op, timeout, _foreign, options)
 
 
 class _GatherCall(AllGatherCall):
     """A gather to `root`; `keep` copies the input."""
 
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, root: int, *rest: Any, keep: bool
+        self, communicator: Communicator, x: Any, out: Any, root: int, *options: Any, keep: bool
     ) -> None:
-        super().__init__(communicator, x, out, *rest, keep=keep, name="gather", root=root)
+        super().__init__(communicator, x, out, *options, keep=keep, name="gather", root=root)
 
 
 register(

@@ -68,9 +68,9 @@ def neighbor_all_gather(
 
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_allgather`).
     """
-    rest = (mesh, periodic, "neighbor_all_gather")
+    options = (mesh, periodic, "neighbor_all_gather")
     call = _NeighborCall
-    return make_call(neighbor_all_gather, call, x, out, None, async_op, timeout, _foreign, rest)
+    return make_call(neighbor_all_gather, call, x, out, None, async_op, timeout, _foreign, options)
 
 
 def neighbor_all_to_all(
@@ -114,9 +114,9 @@ def neighbor_all_to_all(
 
     Source: MPI 4.1, section 8.6 (`MPI_Neighbor_alltoall`).
     """
-    rest = (mesh, periodic, "neighbor_all_to_all")
+    options = (mesh, periodic, "neighbor_all_to_all")
     call = _NeighborCall
-    return make_call(neighbor_all_to_all, call, x, out, None, async_op, timeout, _foreign, rest)
+    return make_call(neighbor_all_to_all, call, x, out, None, async_op, timeout, _foreign, options)
 
 
 def neighbors(
@@ -161,9 +161,9 @@ class _NeighborCall(TransferCall):
 
     # `inputs`: the block for each neighbour of this rank, all of one shape.
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+        self, communicator: Communicator, x: Any, out: Any, *options: Any, keep: bool
     ) -> None:
-        mesh, periodic, name = rest
+        mesh, periodic, name = options
         rings = _checked_rings(mesh, periodic, communicator.size)
         array = as_array(x).copy() if keep else as_array(x)
         array_record(array)  # raises for too many dimensions

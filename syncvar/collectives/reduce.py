@@ -89,8 +89,8 @@ def reduce(  # noqa: PLR0913  (public signature)
         >>> sv.reduce(np.array([1.0, 2.0]), root=0)
         array([1., 2.])
     """
-    rest = (op_name(op), root, algorithm)
-    return make_call(reduce, _ReduceCall, x, out, group, async_op, timeout, _foreign, rest)
+    options = (op_name(op), root, algorithm)
+    return make_call(reduce, _ReduceCall, x, out, group, async_op, timeout, _foreign, options)
 
 
 class _ReduceCall(ReductionCall):
@@ -99,9 +99,9 @@ class _ReduceCall(ReductionCall):
     form_of = staticmethod(plain_form)
 
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+        self, communicator: Communicator, x: Any, out: Any, *options: Any, keep: bool
     ) -> None:
-        op, root, algorithm = rest
+        op, root, algorithm = options
         root = checked_root(root, communicator)
         is_root = communicator.member_rank == root
         structure, arrays = arrays_in(x, out)
@@ -188,8 +188,8 @@ def scan(
         >>> sv.scan([1.0, 2.0])
         array([1., 2.])
     """
-    rest = (op_name(op), algorithm)
-    return make_call(scan, _ScanCall, x, out, group, async_op, timeout, {}, rest)
+    options = (op_name(op), algorithm)
+    return make_call(scan, _ScanCall, x, out, group, async_op, timeout, {}, options)
 
 
 @native_dispatch(second="op", usual="sum", positions=2)
@@ -226,8 +226,8 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    rest = (op_name(op), algorithm)
-    return make_call(exscan, _ExscanCall, x, out, group, async_op, timeout, {}, rest)
+    options = (op_name(op), algorithm)
+    return make_call(exscan, _ExscanCall, x, out, group, async_op, timeout, {}, options)
 
 
 class _ScanCall(ReductionCall):
@@ -238,9 +238,9 @@ class _ScanCall(ReductionCall):
     form_of = staticmethod(plain_form)
 
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, *rest: Any, **_keep: bool
+        self, communicator: Communicator, x: Any, out: Any, *options: Any, **_keep: bool
     ) -> None:
-        op, algorithm = rest
+        op, algorithm = options
         array = as_array(x)
         check_finite(array, self.name)
         options = ReduceOptions(algorithm=algorithm)
@@ -310,9 +310,9 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
         >>> sv.reduce_scatter(np.arange(3.0))
         array([0., 1., 2.])
     """
-    rest = (op_name(op), lengths, algorithm)
+    options = (op_name(op), lengths, algorithm)
     return make_call(
-        reduce_scatter, _ReduceScatterCall, x, out, group, async_op, timeout, _foreign, rest
+        reduce_scatter, _ReduceScatterCall, x, out, group, async_op, timeout, _foreign, options
     )
 
 
@@ -323,17 +323,17 @@ class _ReduceScatterCall(TransferCall):
     """
 
     @staticmethod
-    def form_of(communicator: Communicator, x: Any, _out: Any, rest: Any) -> NDArray[Any] | None:
-        op, lengths, algorithm = rest
+    def form_of(communicator: Communicator, x: Any, _out: Any, options: Any) -> NDArray[Any] | None:
+        op, lengths, algorithm = options
         is_plain = (
             type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
         )
         return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
 
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+        self, communicator: Communicator, x: Any, out: Any, *options: Any, keep: bool
     ) -> None:
-        op, lengths, algorithm = rest
+        op, lengths, algorithm = options
         array = as_array(x)
         check_finite(array, "reduce_scatter")
         if array.ndim == 0:

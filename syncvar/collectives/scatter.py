@@ -78,18 +78,18 @@ def scatter(
         >>> sv.scatter([np.arange(3)])
         array([0, 1, 2])
     """
-    rest = (root, algorithm)
-    return make_call(scatter, _ScatterCall, x, out, group, async_op, timeout, _foreign, rest)
+    options = (root, algorithm)
+    return make_call(scatter, _ScatterCall, x, out, group, async_op, timeout, _foreign, options)
 
 
 class _ScatterCall(TransferCall):
     """A scatter; `keep` copies the root's arrays."""
 
     @staticmethod
-    def form_of(communicator: Communicator, x: Any, out: Any, rest: Any) -> NDArray[Any] | None:
+    def form_of(communicator: Communicator, x: Any, out: Any, options: Any) -> NDArray[Any] | None:
         # Ranks that are not the root expect a part like `out`, or like the last one. If it differs,
         # the slow path sends its shape.
-        root, algorithm = rest
+        root, algorithm = options
         if type(root) is not int or algorithm is not None:
             return None
         if communicator.rank == root:
@@ -100,9 +100,9 @@ class _ScatterCall(TransferCall):
         return out if type(out) is np.ndarray else communicator.last_parts.get(root)
 
     def __init__(
-        self, communicator: Communicator, x: Any, out: Any, *rest: Any, keep: bool
+        self, communicator: Communicator, x: Any, out: Any, *options: Any, keep: bool
     ) -> None:
-        root, algorithm = rest
+        root, algorithm = options
         size, rank = communicator.size, communicator.member_rank
         root = checked_root(root, communicator)
         parts: list[NDArray[Any]] = []
@@ -218,9 +218,9 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
-    rest = (algorithm,)
+    options = (algorithm,)
     return make_call(
-        all_to_all, _AllToAllCall, parts, out, group, async_op, timeout, _foreign, rest
+        all_to_all, _AllToAllCall, parts, out, group, async_op, timeout, _foreign, options
     )
 
 
@@ -229,9 +229,9 @@ class _AllToAllCall(TransferCall):
 
     @staticmethod
     def form_of(
-        communicator: Communicator, parts: Any, _out: Any, rest: Any
+        communicator: Communicator, parts: Any, _out: Any, options: Any
     ) -> NDArray[Any] | None:
-        (algorithm,) = rest
+        (algorithm,) = options
         is_plain = (
             type(parts) is np.ndarray
             and algorithm is None

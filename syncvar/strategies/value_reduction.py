@@ -197,7 +197,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: fl
         key = (_CALL, reduce_op, reproducible)
         public = None if reproducible else _elementwise_native
         result = call_persistent(
-            communicator, key, form, None, timeout, check, public=public, rest=(reduce_op,)
+            communicator, key, form, None, timeout, check, public=public, options=(reduce_op,)
         )
         if result is not None:
             return result
