@@ -128,6 +128,9 @@ for name, function in (
         loop = jnp.stack([function(one) for one in (batch if axis == 0 else batch.T)])
         same(f"vmap of {name}", jax.vmap(function, axis)(batch), loop)
         same(f"compiled vmap of {name}", jax.jit(jax.vmap(function, axis))(batch), loop)
+like = jnp.zeros(2 * size)  # is not a batch
+shifted = jax.vmap(lambda x: svj.sendrecv(x, right, left, like=like), 1, 1)(x)
+same("vmap of sendrecv with like", shifted, inputs[left])
 
 # Control flow and recomputation.
 step = lambda carry, _: (svj.all_reduce(carry, "mean") * 2, carry.sum())
