@@ -249,6 +249,26 @@ def test_messages_and_futures(torch):
     everywhere(3, fn, shared=True, config=SOON)
 
 
+def test_a_thread_may_wait_for_a_message_while_another_makes_the_call_before_it(torch):
+    def fn():
+        group, got, total = group_of(torch), torch.zeros(1), torch.ones(1)
+        if sv.rank():
+            group.allreduce([total]).wait()
+            group.send([torch.full((1,), 7.0)], 0).wait()
+            return
+        group._start_coalescing()
+        group.recv([got], 1)
+        work = group._end_coalescing()
+        waiter = threading.Thread(target=work.wait)
+        waiter.start()
+        waiter.join(0.2)  # let it wait
+        group.allreduce([total]).wait()
+        waiter.join(60)
+        assert (float(got), float(total)) == (7, 2)
+
+    everywhere(2, fn, shared=True, config=SOON)
+
+
 def test_an_error_reaches_the_work_and_the_group_stays_usable(torch):
     is_over = threading.Event()
 
