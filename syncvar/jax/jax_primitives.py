@@ -401,9 +401,7 @@ class SendrecvPrimitive(CollectivePrimitive):
     ) -> tuple[list[Any], Sequence[Any]]:
         """Send the whole batch as one message."""
         length = next(
-            array.shape[axis]
-            for array, axis in zip(arrays, axes, strict=True)
-            if axis is not None
+            array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None
         )
         moved = [
             jnp.broadcast_to(array, (length, *array.shape))
