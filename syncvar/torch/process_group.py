@@ -401,7 +401,9 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         buffers = self._buffers(outputs, reads=False)
         with self._turn:
             result = all_to_all(parts, **self._options(opts))
-        return self._work([result], list(outputs), DeliverParts(None, buffers))
+        counts = [buffer.array.size for buffer in buffers]
+        delivery = DeliverParts(None, buffers, counts=counts)
+        return self._work([result], list(outputs), delivery)
 
     def all_to_all_single(
         self,
@@ -415,10 +417,11 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         buffers = self._buffers([output], reads=False)
         array = self._buffers([whole])[0].array
         parts = self._parts(array, whole, input_splits)
-        self._parts(buffers[0].array, output, output_splits)  # checks them
+        places = self._parts(buffers[0].array, output, output_splits)
         with self._turn:
             result = all_to_all(parts, **self._options(opts))
-        return self._work([result], [output], DeliverParts(None, buffers))
+        counts = [place.size for place in places]
+        return self._work([result], [output], DeliverParts(None, buffers, counts=counts))
 
     alltoall_base = all_to_all_single
 

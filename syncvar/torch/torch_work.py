@@ -61,16 +61,29 @@ class CallFuture(Future):  # type: ignore[misc]
 
     def __init__(self, work: CallWork) -> None:
         super().__init__()
-        self._work = work
+        self._work: CallWork | None = work
+
+    def _end(self) -> None:
+        work = self._work
+        if work is not None:
+            work.end_future()
+
+    def complete(self, tensors: list[Any], error: BaseException | None) -> None:
+        """Set the result of the call, which has ended."""
+        self._work = None  # else the tensors would stay until the next garbage collection
+        if error is None:
+            self.set_result(tensors)
+        else:
+            self.set_exception(error)
 
     def wait(self) -> Any:
         """Wait for the call, and return its tensors."""
-        self._work.end_future()
+        self._end()
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Wait for the call, call the function with this future, and return a future of that."""
-        self._work.end_future()
+        self._end()
         with contextlib.suppress(Exception):  # the function gets the error from the future
             super().wait()  # another thread may be completing it
         return super().then(callback)
@@ -233,12 +246,8 @@ class CallWork(dist.Work):  # type: ignore[misc]
         with self._lock:
             future, is_first = self._future, not self._has_ended_future
             self._has_ended_future = True
-        if future is None or not is_first:
-            return
-        if self._error is None:
-            future.set_result(self._tensors)
-        else:
-            future.set_exception(self._error)
+        if future is not None and is_first:
+            future.complete(self._tensors, self._error)
 
 
 class DeliverWorks:
