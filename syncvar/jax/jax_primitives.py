@@ -35,7 +35,10 @@ LINEAR_OPS = ("sum", "mean")
 
 
 class CollectiveEffect(effects.Effect):  # type: ignore[misc]
-    """The effect of all collectives: JAX neither drops, repeats nor reorders them."""
+    """The effect of all collectives: JAX neither drops nor reorders them.
+
+    Only `jax.checkpoint` repeats them, on all ranks alike.
+    """
 
     def __str__(self) -> str:
         return "syncvar"
@@ -47,6 +50,7 @@ for _set in (
     effects.lowerable_effects,
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
 ):
     _set.add_type(CollectiveEffect)
 
