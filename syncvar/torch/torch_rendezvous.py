@@ -47,7 +47,7 @@ class _Membership:
     def __init__(self) -> None:
         self.members: tuple[int, ...] = ()  # ranks of syncvar's world, in torch's order
         self.starts = 0  # default groups so far
-        self.made: Counter[tuple[object, ...]] = Counter()  # groups by name and members
+        self.uses: Counter[tuple[object, ...]] = Counter()  # groups by name and members
         self.is_own_job = False  # this backend has joined, by a store
 
 
@@ -97,8 +97,8 @@ def make_group(options: Any) -> tuple[Group, TorchJob]:
         ranks = tuple(range(options.group_size))
     members = tuple(_membership.members[rank] for rank in ranks)
     key = (_membership.starts, options.group_id, members)
-    _membership.made[key] += 1
-    identity = fingerprint("torch", *key, _membership.made[key])
+    _membership.uses[key] += 1
+    identity = fingerprint("torch", *key, _membership.uses[key])
     communicator = process.current().communicator(identity, members)
     return Group(communicator), TorchJob(is_default=not options.global_ranks_in_group)
 
