@@ -15,7 +15,7 @@ cotangents of all ranks return along the way that the values came: that of `all_
 Only sums and means have derivatives.
 
 If a call fails inside a compiled function, JAX raises `JaxRuntimeError` with the text of our error.
-The rank's later compiled calls fail too, so let the job end. Outside of compiled functions the
+Later compiled calls of the rank may fail too, so let the job end. Outside of compiled functions the
 error is our own, such as MismatchError.
 
 Before a call of `sv` itself, wait for the results of compiled functions, for example with

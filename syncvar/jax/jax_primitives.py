@@ -35,7 +35,10 @@ LINEAR_OPS = ("sum", "mean")
 
 
 class CollectiveEffect(effects.Effect):  # type: ignore[misc]
-    """The effect of all collectives: JAX neither drops, repeats nor reorders them."""
+    """The effect of all collectives: JAX neither drops nor reorders them.
+
+    Only `jax.checkpoint` repeats them, on all ranks alike.
+    """
 
     def __str__(self) -> str:
         return "syncvar"
@@ -47,6 +50,7 @@ for _set in (
     effects.lowerable_effects,
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
 ):
     _set.add_type(CollectiveEffect)
 
@@ -401,9 +405,7 @@ class SendrecvPrimitive(CollectivePrimitive):
     ) -> tuple[list[Any], Sequence[Any]]:
         """Send the whole batch as one message."""
         length = next(
-            array.shape[options.axis]
-            for array, axis in zip(arrays, axes, strict=True)
-            if axis is not None
+            array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None
         )
         moved = [
             jnp.broadcast_to(array, (length, *array.shape))

@@ -27,7 +27,7 @@ from syncvar.torch.torch_deliveries import (
 )
 from syncvar.torch.torch_reductions import torch_reduction
 from syncvar.torch.torch_rendezvous import TorchJob, install_handler, make_group
-from syncvar.torch.torch_work import CallFuture, CallWork, GroupTurn
+from syncvar.torch.torch_work import NO_TURN, CallFuture, CallWork, GroupTurn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,14 +172,19 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return [TensorBuffer(tensor, self._memory, reads=reads) for tensor in tensors]
 
     def _work(
-        self, results: Sequence[Any], tensors: list[Any], delivery: ResultDelivery | None = None
+        self,
+        results: Sequence[Any],
+        tensors: list[Any],
+        delivery: ResultDelivery | None = None,
+        *,
+        takes_turn: bool = True,
     ) -> CallWork:
         """Return the work of calls; what calls have returned that have ended is delivered now."""
         calls = [one for one in results if isinstance(one, Work)]
         if not calls and delivery is not None:
             delivery.deliver(list(results))
             delivery = None
-        work = CallWork(calls, tensors, delivery, self._turn)
+        work = CallWork(calls, tensors, delivery, self._turn if takes_turn else NO_TURN)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -189,7 +194,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, _device: Any = None) -> CallWork:
         works, self._coalesced = self._coalesced or [], None
-        return CallWork.joined(works, self._turn)
+        return CallWork.joined(works)
 
     # -- reductions ----------------------------------------------------------------------------
 
@@ -265,7 +270,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._reduce_parts(output, parts, opts)
             for output, parts in zip(outputs, inputs, strict=True)
         ]
-        return works[0] if len(works) == 1 else CallWork.joined(works, self._turn)
+        return works[0] if len(works) == 1 else CallWork.joined(works)
 
     def _reduce_parts(self, output: Any, parts: list[Any], opts: Any) -> CallWork:
         flats = [buffer.array for buffer in self._buffers(parts)]
@@ -295,7 +300,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Make `reduce_scatter_single` of several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, whole, opts) for output, whole in pairs]
-        return CallWork.joined(works, self._turn)
+        return CallWork.joined(works)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -338,7 +343,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             with self._turn:
                 result = all_gather(array, **self._options(opts))
             works.append(self._work([result], list(parts), DeliverParts(None, buffers)))
-        return works[0] if len(works) == 1 else CallWork.joined(works, self._turn)
+        return works[0] if len(works) == 1 else CallWork.joined(works)
 
     def allgather_coalesced(
         self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None
@@ -364,7 +369,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Make `all_gather_single` of several tensors."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.all_gather_single(output, mine, opts) for output, mine in pairs]
-        return CallWork.joined(works, self._turn)
+        return CallWork.joined(works)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -396,7 +401,9 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         buffers = self._buffers(outputs, reads=False)
         with self._turn:
             result = all_to_all(parts, **self._options(opts))
-        return self._work([result], list(outputs), DeliverParts(None, buffers))
+        counts = [buffer.array.size for buffer in buffers]
+        delivery = DeliverParts(None, buffers, counts=counts)
+        return self._work([result], list(outputs), delivery)
 
     def all_to_all_single(
         self,
@@ -410,10 +417,11 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         buffers = self._buffers([output], reads=False)
         array = self._buffers([whole])[0].array
         parts = self._parts(array, whole, input_splits)
-        self._parts(buffers[0].array, output, output_splits)  # checks them
+        places = self._parts(buffers[0].array, output, output_splits)
         with self._turn:
             result = all_to_all(parts, **self._options(opts))
-        return self._work([result], [output], DeliverParts(None, buffers))
+        counts = [place.size for place in places]
+        return self._work([result], [output], DeliverParts(None, buffers, counts=counts))
 
     alltoall_base = all_to_all_single
 
@@ -475,13 +483,13 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Send a tensor."""
         (buffer,) = self._buffers(tensors)
         result = send(buffer.array, dst, tag=tag, **self._options(None))
-        return self._work([result], list(tensors))
+        return self._work([result], list(tensors), takes_turn=False)
 
     def recv(self, tensors: list[Any], src: int, tag: int = 0) -> CallWork:
         """Receive a tensor."""
         buffers = self._buffers(tensors, reads=False)
         result = recv(src, tag=tag, out=buffers[0].array, **self._options(None))
-        work = self._work([result], list(tensors), self._delivered(buffers))
+        work = self._work([result], list(tensors), self._delivered(buffers), takes_turn=False)
         work.source = src
         return work
 
@@ -490,7 +498,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         buffers = self._buffers(tensors, reads=False)
         result = recv_any(tag=tag, out=buffers[0].array, **self._options(None))
         delivery = DeliverMessage(buffers)
-        work = self._work([result], list(tensors), delivery)
+        work = self._work([result], list(tensors), delivery, takes_turn=False)
         delivery.work = work
         return work
 

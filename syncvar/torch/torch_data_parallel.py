@@ -84,6 +84,13 @@ class GradientBucket:
             self._array, "mean", out=self._array, group=self._group, async_op=True
         )
 
+    def drop(self) -> None:
+        """Wait for what a backward pass that raised has started, and forget it."""
+        work, self._work = self._work, None
+        self._present = set()
+        if work is not None:
+            work.wait()
+
     def end(self) -> None:
         """Wait, and give each parameter that has a gradient on any rank the average."""
         work, self._work = self._work, None
@@ -165,7 +172,10 @@ class DataParallel(nn.Module):  # type: ignore[misc]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Call the module."""
-        self._is_in_backward = False  # a backward pass that raised left it True
+        if self._is_in_backward:  # a backward pass that raised left it True
+            self._is_in_backward = False
+            for bucket in self._buckets:
+                bucket.drop()
         return self.module(*inputs, **options)
 
     @contextlib.contextmanager
@@ -187,7 +197,7 @@ class DataParallel(nn.Module):  # type: ignore[misc]
         if not self._is_in_backward:
             self._is_in_backward, self._started = True, 0
             for bucket in self._buckets:
-                bucket.end()
+                bucket.drop()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # noqa: SLF001
         with torch.no_grad():
             self._bucket_of[parameter].add(parameter)

@@ -43,19 +43,31 @@ class DeliverParts:
             list of arrays.
         buffers: Buffers in the order of the parts.
         divisor: As for `DeliverBuffers`.
+        counts: How many elements the caller expects from each rank; None if only the sum counts.
     """
 
     def __init__(
-        self, whole: NDArray[Any] | None, buffers: Sequence[TensorBuffer], divisor: int = 1
+        self,
+        whole: NDArray[Any] | None,
+        buffers: Sequence[TensorBuffer],
+        divisor: int = 1,
+        *,
+        counts: list[int] | None = None,
     ) -> None:
         self._whole = whole
         self._buffers = buffers
         self._divisor = divisor
+        self._counts = counts
 
     def deliver(self, results: list[Any]) -> None:
         """Cut the array and copy the parts."""
         whole = results[0] if self._whole is None else self._whole
         if isinstance(whole, list | tuple):
+            sent = [part.size for part in whole]
+            if self._counts is not None and sent != self._counts:
+                raise ConfigError(
+                    f"the ranks sent {sent} elements, and the output expects {self._counts}"
+                )
             whole = np.concatenate([part.reshape(-1) for part in whole])
         start = 0
         for buffer in self._buffers:

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +47,7 @@ class _Membership:
     def __init__(self) -> None:
         self.members: tuple[int, ...] = ()  # ranks of syncvar's world, in torch's order
         self.starts = 0  # default groups so far
+        self.uses: Counter[tuple[object, ...]] = Counter()  # groups by name and members
         self.is_own_job = False  # this backend has joined, by a store
 
 
@@ -85,7 +87,8 @@ def make_group(options: Any) -> tuple[Group, TorchJob]:
     """Return the group for a process group that torch makes, on its members.
 
     The members of other groups than the default one exchange nothing: torch gives each group a name
-    that all its members know.
+    that all its members know. After a group has been destroyed, a new one may get its name, so the
+    members count the groups of each name.
     """
     ranks = tuple(options.global_ranks_in_group)
     if not ranks:
@@ -93,7 +96,9 @@ def make_group(options: Any) -> tuple[Group, TorchJob]:
         _membership.members = _join(options.store, options.group_rank, options.group_size)
         ranks = tuple(range(options.group_size))
     members = tuple(_membership.members[rank] for rank in ranks)
-    identity = fingerprint("torch", _membership.starts, options.group_id, members)
+    key = (_membership.starts, options.group_id, members)
+    _membership.uses[key] += 1
+    identity = fingerprint("torch", *key, _membership.uses[key])
     communicator = process.current().communicator(identity, members)
     return Group(communicator), TorchJob(is_default=not options.global_ranks_in_group)
 

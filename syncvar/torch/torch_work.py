@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DRIVE_S = 200e-6
 _DRIVE_BYTES_PER_S = 4e9
-_NO_TURN = contextlib.nullcontext()
+NO_TURN: AbstractContextManager[Any] = contextlib.nullcontext()
 _TIMEOUT_TEXT = "; the timeout is that of the call, or of the process group"
 
 
@@ -61,16 +61,29 @@ class CallFuture(Future):  # type: ignore[misc]
 
     def __init__(self, work: CallWork) -> None:
         super().__init__()
-        self._work = work
+        self._work: CallWork | None = work
+
+    def _end(self) -> None:
+        work = self._work
+        if work is not None:
+            work.end_future()
+
+    def complete(self, tensors: list[Any], error: BaseException | None) -> None:
+        """Set the result of the call, which has ended."""
+        self._work = None  # else the tensors would stay until the next garbage collection
+        if error is None:
+            self.set_result(tensors)
+        else:
+            self.set_exception(error)
 
     def wait(self) -> Any:
         """Wait for the call, and return its tensors."""
-        self._work.end_future()
+        self._end()
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """Wait for the call, call the function with this future, and return a future of that."""
-        self._work.end_future()
+        self._end()
         with contextlib.suppress(Exception):  # the function gets the error from the future
             super().wait()  # another thread may be completing it
         return super().then(callback)
@@ -83,7 +96,9 @@ class CallWork(dist.Work):  # type: ignore[misc]
         calls: The calls that have been started; none if the call has ended.
         tensors: The result.
         delivery: What remains to be done when the calls have ended, or None.
-        turn: Held while a thread waits, so that other threads take turns with the group.
+        turn: Held while a thread waits, so that other threads take turns with the group. Messages
+            have NO_TURN: while one thread waits for a message, another one may make the call
+            that lets the sender go on.
     """
 
     def __init__(
@@ -107,9 +122,11 @@ class CallWork(dist.Work):  # type: ignore[misc]
         self.source = -1
 
     @classmethod
-    def joined(cls, works: Sequence[CallWork], turn: AbstractContextManager[Any]) -> CallWork:
+    def joined(cls, works: Sequence[CallWork]) -> CallWork:
         """Return one work for several; it ends with the last one."""
-        calls = [call for work in works for call in work._calls]  # noqa: SLF001  (its own class)
+        turns = (work._turn for work in works)  # noqa: SLF001  (its own class)
+        turn = next((one for one in turns if one is not NO_TURN), NO_TURN)
+        calls = [call for work in works for call in work._calls]  # noqa: SLF001
         tensors = [tensor for work in works for tensor in work._tensors]  # noqa: SLF001
         return cls(calls, tensors, DeliverWorks(works), turn)
 
@@ -125,7 +142,7 @@ class CallWork(dist.Work):  # type: ignore[misc]
         """Wait for the calls, and deliver their results once."""
         if self._is_over:
             return
-        with _NO_TURN if all(call.done() for call in self._calls) else self._turn:
+        with NO_TURN if all(call.done() for call in self._calls) else self._turn:
             results, error = self._results(seconds)
         with self._lock:
             self._deliver(results, error)
@@ -229,12 +246,8 @@ class CallWork(dist.Work):  # type: ignore[misc]
         with self._lock:
             future, is_first = self._future, not self._has_ended_future
             self._has_ended_future = True
-        if future is None or not is_first:
-            return
-        if self._error is None:
-            future.set_result(self._tensors)
-        else:
-            future.set_exception(self._error)
+        if future is not None and is_first:
+            future.complete(self._tensors, self._error)
 
 
 class DeliverWorks:

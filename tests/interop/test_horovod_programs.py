@@ -220,6 +220,20 @@ if rank == 0:
 hvd.broadcast_optimizer_state(fresh, root_rank=0)
 assert fresh.param_groups[0]["lr"] == 1e-3 and fresh.state_dict()["state"][0]["step"] == 3
 
+# A scheduler may have been made before: it sets the rate, and the steps use all gradients.
+model = nn.Linear(1, 1, bias=False)
+nn.init.ones_(model.weight)
+plain = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+for rate in (0.1, 0.05):
+    before = model.weight.item()
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    optimizer.step()
+    assert abs(before - model.weight.item() - rate * (size + 1) / 2) < 1e-6
+    optimizer.zero_grad()
+    scheduler.step()
+
 # Sparse gradients.
 for as_dense in (False, True):
     embedding = nn.Embedding(10, 3, sparse=True)
@@ -241,6 +255,16 @@ part = images[4 * rank : 4 * rank + 4].clone().requires_grad_()
 (ours(part) ** 3).sum().backward()
 assert torch.allclose(part.grad, whole.grad[4 * rank : 4 * rank + 4], atol=1e-5)
 assert torch.allclose(ours.running_var, reference.running_var) and torch.allclose(ours.running_mean, reference.running_mean)
+
+# Half types: sums and counts do not overflow, and the statistics keep the dtype of the module.
+many = torch.ones(70_000, 1)
+many[::2] = -1
+for dtype, kept in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
+    ours = hvd.SyncBatchNorm(1, momentum=1.0).to(kept)
+    normal = ours(many.to(dtype))
+    assert normal.dtype == dtype and torch.equal(normal.float(), many), normal
+    assert ours.running_var.dtype == kept and ours.running_mean == 0
+    assert abs(float(ours.running_var) - 1) < 1e-4
 
 def refused(text, function, *arguments, **options):
     try:
@@ -269,6 +293,7 @@ print("all steps are right")
 
 ELASTIC = """
 import os
+import numpy as np
 import torch
 import syncvar as sv
 import syncvar.compat.horovod.torch as hvd
@@ -283,12 +308,14 @@ sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
 @hvd.elastic.run
 def train(state, text):
     print(text, "from epoch", state.epoch, "after", sum(state.sums), "rows", state.sampler.processed_num)
+    assert state.best.tolist() == [state.epoch] * 2 and state.last == state.epoch, (state.best, state.last)
     while state.epoch < 6:
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         state.epoch += 1
         state.sums.append(state.epoch)
+        state.best, state.last = state.best + 1, np.float32(state.epoch)
         state.sampler.record_batch(0, 1)
         if state.epoch == 4 and hvd.rank() == 1 and sv.restart_count() == 0:
             os._exit(3)
@@ -296,7 +323,8 @@ def train(state, text):
             state.commit()
     return hvd.allgather_object(float(model.weight.detach().sum()))
 
-state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, sums=[], sampler=sampler)
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, sums=[], sampler=sampler,
+                               best=np.zeros(2), last=np.float32(0))
 state.register_reset_callbacks([lambda: print("reset")])
 weights = train(state, "begins")
 assert weights[0] == weights[1] and state.sums == [1, 2, 3, 4, 5, 6], (weights, state.sums)

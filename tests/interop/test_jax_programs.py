@@ -128,6 +128,9 @@ for name, function in (
         loop = jnp.stack([function(one) for one in (batch if axis == 0 else batch.T)])
         same(f"vmap of {name}", jax.vmap(function, axis)(batch), loop)
         same(f"compiled vmap of {name}", jax.jit(jax.vmap(function, axis))(batch), loop)
+like = jnp.zeros(2 * size)  # is not a batch
+shifted = jax.vmap(lambda x: svj.sendrecv(x, right, left, like=like), 1, 1)(x)
+same("vmap of sendrecv with like", shifted, inputs[left])
 
 # Control flow and recomputation.
 step = lambda carry, _: (svj.all_reduce(carry, "mean") * 2, carry.sum())
@@ -137,6 +140,8 @@ until = jax.jit(lambda v: jax.lax.while_loop(lambda v: v < 100, lambda v: svj.al
 same("while", until(1.0), size ** int(np.ceil(np.log(100) / np.log(size))))
 everywhere("gradient of a scan", jax.grad(lambda x: jax.lax.scan(step, x, None, length=2)[0].sum()),
            x, np.full(shape, 4 / size**2))
+again = jax.checkpoint(lambda x: jnp.sin(svj.all_reduce(x, "mean")))
+everywhere("jax.checkpoint", jax.grad(lambda x: again(x).sum()), x, np.cos(total / size) / size)
 
 # Order: many small programs one after another, then the core.
 first, second = jax.jit(lambda x: svj.all_reduce(x) / size), jax.jit(lambda x: svj.all_reduce(x, "max"))

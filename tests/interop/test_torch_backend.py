@@ -1,10 +1,12 @@
 """The backend "syncvar" of torch.distributed, beside gloo and by itself: `pytest -m tensors`."""
 
+import gc
 import importlib
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -249,6 +251,26 @@ def test_messages_and_futures(torch):
     everywhere(3, fn, shared=True, config=SOON)
 
 
+def test_a_thread_may_wait_for_a_message_while_another_makes_the_call_before_it(torch):
+    def fn():
+        group, got, total = group_of(torch), torch.zeros(1), torch.ones(1)
+        if sv.rank():
+            group.allreduce([total]).wait()
+            group.send([torch.full((1,), 7.0)], 0).wait()
+            return
+        group._start_coalescing()
+        group.recv([got], 1)
+        work = group._end_coalescing()
+        waiter = threading.Thread(target=work.wait)
+        waiter.start()
+        waiter.join(0.2)  # let it wait
+        group.allreduce([total]).wait()
+        waiter.join(60)
+        assert (float(got), float(total)) == (7, 2)
+
+    everywhere(2, fn, shared=True, config=SOON)
+
+
 def test_an_error_reaches_the_work_and_the_group_stays_usable(torch):
     is_over = threading.Event()
 
@@ -280,6 +302,37 @@ def test_split_sizes_that_do_not_fit_raise_before_anything_is_sent(torch):
     group = group_of(torch)
     x = torch.ones(4, 2)
     assert "split sizes [3]" in str(caught(group.all_to_all_single, x.clone(), x, [3], [4]))
+
+
+def test_parts_of_other_sizes_than_expected_raise(torch):
+    def fn():
+        group, x = group_of(torch), torch.ones(4)
+        splits = [1, 3] if sv.rank() == 0 else [3, 1]
+        wanted = "the ranks sent [1, 3] elements" if sv.rank() == 0 else "the ranks sent [3, 1]"
+        work = group.all_to_all_single(torch.zeros(4), x, [2, 2], splits)
+        assert wanted in str(caught(work.wait))
+        work = group.alltoall([torch.zeros(2), torch.zeros(2)], list(x.split(splits)))
+        assert wanted in str(caught(work.wait))
+
+    everywhere(2, fn, shared=True, config=SOON)
+
+
+def test_tensors_of_a_future_are_free_without_a_garbage_collection(torch):
+    def fn():
+        group, seen = group_of(torch), []
+        gc.disable()
+        try:
+            for _ in range(5):
+                x = torch.ones(3)
+                work = group.allreduce([x])
+                work.get_future().wait()
+                seen.append(weakref.ref(x))
+                del x, work
+            return [one() for one in seen]
+        finally:
+            gc.enable()
+
+    assert everywhere(1, fn, config=SOON) == [[None] * 5]
 
 
 # -- jobs ------------------------------------------------------------------------------------------
@@ -329,10 +382,14 @@ def test_the_usual_line_works_without_variables_of_torchrun(launch):
                 dist.all_reduce(wrong, async_op=True).get_future().wait()
             except Exception as error:
                 print(type(error).__name__)
+            for _ in range(4):  # two of these groups may have one name
+                pair = dist.new_group([0, 1], use_local_synchronization=True)
+                dist.all_reduce(total, group=pair)
+                dist.destroy_process_group(pair)
             print([one["rank"] for one in objects], total.tolist())
             dist.destroy_process_group()
         """,
         workers=2,
     )
     assert job.wait(5 * LIMIT_S) == 0, job.err
-    assert job.lines(0) == ["MismatchError", "[0, 1] [2.0, 2.0]"] * 2
+    assert job.lines(0) == ["MismatchError", "[0, 1] [32.0, 32.0]"] * 2

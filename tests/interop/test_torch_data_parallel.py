@@ -104,6 +104,31 @@ def test_passes_in_no_sync_are_averaged_by_the_next_one(torch):
     everywhere(2, fn, shared=True)
 
 
+def fail(gradient):
+    raise ValueError(gradient.shape)
+
+
+def test_a_backward_pass_that_raises_leaves_nothing_to_the_next_one(torch):
+    def fn():
+        from syncvar.torch import DataParallel
+
+        first, second = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+        net = torch.nn.Sequential(first, torch.nn.Identity(), second)
+        model = DataParallel(net, bucket_nbytes=1, first_bucket_nbytes=1)
+        hook = net[1].register_forward_hook(lambda _net, _inputs, y: y.register_hook(fail) and None)
+        with pytest.raises(ValueError, match="Size"):  # the gradient of `second` is on its way
+            (model(torch.ones(1, 1)) * 9).sum().backward()
+        hook.remove()
+        model.zero_grad()
+        model(torch.full((1, 1), sv.rank() + 1.0)).sum().backward()
+        with torch.no_grad():
+            wanted = [1.5 * second.weight, 1.5 * first.weight]
+        for layer, gradient in zip((first, second), wanted, strict=True):
+            assert torch.allclose(layer.weight.grad, gradient)
+
+    everywhere(2, fn, shared=True)
+
+
 def test_loops_of_different_lengths(torch):
     def fn():
         from syncvar.torch import DataParallel

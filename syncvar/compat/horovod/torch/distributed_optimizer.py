@@ -290,6 +290,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     cls: Any = type(type(optimizer).__name__, (DistributedMethods, type(optimizer)), {})
     distributed = cls.__new__(cls)
     distributed.__dict__.update(optimizer.__dict__)
+    # A scheduler of the optimizer has hidden its method behind one that would not synchronize.
+    distributed.__dict__.pop("step", None)
     distributed.reducer = GradientReducer(names, options)
     if process_set.included() and (process_set.size() or 1) > 1:
         distributed.reducer.watch(units_of(list(names), groups))

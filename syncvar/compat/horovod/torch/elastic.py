@@ -20,12 +20,13 @@ from syncvar.bootstrap.process import environment_here, restart_count
 from syncvar.compat.horovod.torch.process_sets import init, rank, size
 from syncvar.compat.horovod.torch.state_broadcast import broadcast_object
 from syncvar.core.errors import UsageError
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FOLDER_VARIABLE = "SYNCVAR_ELASTIC_FOLDER"
-_FILE = "elastic-commit.pt"
+_FILE = "elastic-commit"
 
 
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
@@ -110,7 +111,8 @@ class ObjectState:
         path = commit_path()
         if rank() == 0 and path is not None:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            torch.save(self._saved, path + ".new")
+            with open(path + ".new", "wb") as file:
+                file.write(pack_object(self._saved))
             os.replace(path + ".new", path)  # a failure during the commit leaves the last one
 
     def commit(self) -> None:
@@ -137,7 +139,8 @@ class ObjectState:
             return False
         if not os.path.exists(path):
             return False
-        self._saved = torch.load(path, weights_only=True)  # plain data and tensors: runs no code
+        with open(path, "rb") as file:
+            self._saved = unpack_object(file.read())  # what `sync` can send; runs no code
         self.restore()
         return True
 

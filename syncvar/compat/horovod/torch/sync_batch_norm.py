@@ -23,6 +23,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         self._check_input_dim(input)
         if not self.training or size() == 1:
             return super().forward(input)
+        dtype = input.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            input = input.float()  # noqa: A001  (sums and counts do not fit half types)
         axes = [axis for axis in range(input.dim()) if axis != 1]
         shape = [1, -1, *[1] * (input.dim() - 2)]
         rows = torch.full((1,), input.numel() / input.shape[1], dtype=input.dtype)
@@ -34,7 +37,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         normal = centered * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal
+        return normal.to(dtype)
 
     def _update(self, mean: Any, variance: Any, count: float) -> None:
         """Update the running statistics, as one process would with the whole batch."""
@@ -44,5 +47,6 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         share = self.momentum
         if share is None:
             share = 1 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(variance * (count / max(count - 1, 1)), share)
+        variance = variance * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
