@@ -36,8 +36,8 @@ from syncvar.runtime.p2p_channel import (
     SendChannel,
     ended,
 )
+from syncvar.runtime.p2p_mailbox import Mailbox
 from syncvar.runtime.p2p_matching import (
-    Mailbox,
     channel_of,
     matcher_of,
     probe_messages,
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import CheckedCall, Communicator
-    from syncvar.runtime.p2p_matching import MessageInfo, MessageMatcher
+    from syncvar.runtime.p2p_mailbox import MessageInfo
+    from syncvar.runtime.p2p_matching import MessageMatcher
 
 _NO_MESSAGES = (
     "send and recv do not work inside `with sv.uneven():`, because no rank answers for one "

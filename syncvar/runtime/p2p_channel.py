@@ -9,7 +9,7 @@ A message takes one of three ways:
 * The request uses links, if there is no ring or no room in it. There a message has two stages: a
   record of fixed length with dtype and shape, then the array.
 
-A message of a rank to itself takes none of them: it waits in a `p2p_matching.Mailbox`.
+A message of a rank to itself takes none of them: it waits in a `p2p_mailbox.Mailbox`.
 """
 
 from __future__ import annotations
