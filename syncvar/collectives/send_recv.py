@@ -109,12 +109,12 @@ def send(
     if _foreign:
         raise unexpected_keyword(send, _foreign)
     communicator = communicator_of(group)
-    if not async_op and timeout is None and not synchronous:
+    if timeout is None and not synchronous and (not async_op or _is_short(x)):
         native = _native_endpoint(communicator, communicator.rank, dest, tag)
         if native is not None and native.send(x):
             if communicator is current().world:
                 remember(send, native, dest, tag)
-            return None
+            return ended() if async_op else None
     if is_foreign(x):
         options: dict[str, Any] = {"async_op": async_op, "timeout": timeout}
         options["synchronous"] = synchronous
@@ -557,6 +557,11 @@ def _native_endpoint(communicator: Communicator, source: Any, dest: Any, tag: An
         channel = communicator.streams.get((source, dest, tag))
         return None if channel is None else channel.native
     return None
+
+
+def _is_short(x: Any) -> bool:
+    """Return whether an array is a message that does not wait for its receiver."""
+    return type(x) is np.ndarray and bool(x.nbytes <= current().config.eager_bytes)
 
 
 def _checked(name: str, rank: Any, size: int) -> int:
