@@ -125,9 +125,10 @@ class ReceiveArgs(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """The result of a receive, which may be None."""
+    """The result of a receive, which may be None; `kind` is that of a message that was there."""
 
     result: Any
+    kind: int = ARRAY
 
 
 class MessageType(NamedTuple):
@@ -379,7 +380,7 @@ class RecvChannel(P2PChannel):
                 key = stream.identity, call
                 received = end.take(key, args.landing, spins=waits)
                 if received is not None:
-                    delivered = Delivered(args.finish(*received))
+                    delivered = Delivered(args.finish(*received), received[0])
                     self._complete(self._type_of(*received), call, begin)
                     return delivered
                 if not waits:

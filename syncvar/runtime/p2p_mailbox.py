@@ -162,6 +162,16 @@ class Mailbox:
         receive.accept(first)
         return receive if async_op else receive.wait()
 
+    def take(self, found: MessageInfo, args: ReceiveArgs) -> Request | None:
+        """Return the ended receive of a message; None if another thread has taken it before."""
+        with _lock:
+            if self.find(found.tag) != found:
+                return None
+            first = self._popped(_OwnMessage, found.tag)
+        receive = _OwnReceive(None, args, rank=None)
+        receive.accept(first)
+        return receive.request
+
     def _heads(self, tags: Sequence[int | None]) -> list[Any]:
         return [self._queues[tag][0] for tag in tags if tag in self._queues]
 
@@ -208,11 +218,6 @@ class _OwnReceive(Work):
     def request(self) -> Request:
         """The request that this work waits for."""
         return self._request
-
-    @property
-    def has_message(self) -> bool:
-        """Whether the message has come."""
-        return self._request.is_over
 
     def accept(self, one: _OwnMessage) -> None:
         """Complete with a message, and a synchronous send of it."""

@@ -20,7 +20,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.array_types import dtype_from_index
-from syncvar.core.errors import SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.protocol.fixed_records import ARRAY, BYTES, RECORD_BYTES, unpack_record
 from syncvar.protocol.frame import FrameType
 from syncvar.runtime.call_record import CallInfo, PendingRecord, own_site
@@ -287,20 +287,22 @@ class MessageMatcher:
         )
         return channel
 
-    def claim(self, found: MessageInfo, args: ReceiveArgs) -> Request | None:
-        """Return the ordinary receive of a message, as the driver.
+    def claim(self, wait: MessageWait, args: ReceiveArgs) -> Request | None:
+        """Return the ordinary receive of the message that a wait has found, as the driver.
 
         None: another thread is faster. The receive has its number, and the engine does not know it.
         """
+        found = wait.found
+        assert found is not None
         if found.source == self.rank:
-            work = self.mailbox.receive(found.tag, args, async_op=True)
-            return work.request if work.has_message else None
+            return self.mailbox.take(found, args)
         channel = self.channel(found)
         stream = channel.stream
         if not stream.busy.acquire(blocking=False):
             return None
         try:
-            if self.find((found.source,), found.tag) is None:
+            wait.found = found = self.find((found.source,), found.tag)
+            if found is None:
                 return None
             call = stream.next_call
             stream.next_call = call + 1
@@ -426,8 +428,7 @@ class _ClaimWait(MessageWait):
     def is_reached(self) -> bool:
         """Return whether a message has come and its receive has a number."""
         if super().is_reached():
-            assert self.found is not None
-            self.receive = self._matcher.claim(self.found, self._args)
+            self.receive = self._matcher.claim(self, self._args)
         return self.receive is not None
 
 
@@ -542,15 +543,20 @@ def receive_any(
     call, sources, tag, _ = search
     found = matcher.find_or_poll(sources, tag)
     if len(ranks) == 1 or (found is not None and found.source == matcher.rank):
-        own: AnyMessage = matcher.mailbox.receive(tag, args, async_op=False, is_any=True)
         if found is not None:
             matcher.record(spec, call, found, begin)
+        own: AnyMessage = matcher.mailbox.receive(tag, args, async_op=False, is_any=True)
         return own
     if found is not None:
-        delivered = matcher.channel(found).receive(_exact(args, found), None, waits=False)
+        try:
+            delivered = matcher.channel(found).receive(args, None, waits=False)
+        except ConfigError:  # the message is consumed
+            matcher.record(spec, call, found, begin)
+            raise
         if delivered is not None:
             matcher.record(spec, call, found, begin)
-            return AnyMessage(found.source, delivered.result, found.tag, found.is_object)
+            is_object = delivered.kind == BYTES
+            return AnyMessage(found.source, delivered.result, found.tag, is_object)
     result: AnyMessage = _started(matcher, search, args, spec, allowed).wait()
     return result
 
