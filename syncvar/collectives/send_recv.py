@@ -38,7 +38,7 @@ from syncvar.runtime.p2p_channel import (
 )
 from syncvar.runtime.p2p_mailbox import Mailbox
 from syncvar.runtime.p2p_matching import (
-    channel_of,
+    UsedChannel,
     matcher_of,
     probe_messages,
     receive_any,
@@ -201,15 +201,15 @@ def _send(one: _Outgoing, dest: Any, tag: Any, timeout: float | None, *, async_o
     rank = communicator.member_rank
     if dest == rank:
         return one.put(tag, async_op=async_op)
-    known = communicator.streams.get((rank, dest, tag))
-    channel: SendChannel = known or channel_of(communicator, current(), rank, dest, tag)
-    if timeout is None or is_seconds(timeout):
-        with contextlib.suppress(ConfigError):  # the call below raises it, and informs the receiver
-            array = _message(kind, one.value)
-            if channel.send(kind, array, timeout, waits=not async_op, synchronous=synchronous):
-                return ended() if async_op else None
-    check = partial(one.checked, channel, keeps=async_op)
-    return channel.stream.perform(SEND_NAMES[kind], check, timeout, async_op=async_op)
+    channel: SendChannel
+    with UsedChannel(communicator, current(), rank, dest, tag) as channel:
+        if timeout is None or is_seconds(timeout):
+            with contextlib.suppress(ConfigError):  # `perform` raises it, and informs the receiver
+                array = _message(kind, one.value)
+                if channel.send(kind, array, timeout, waits=not async_op, synchronous=synchronous):
+                    return ended() if async_op else None
+        check = partial(one.checked, channel, keeps=async_op)
+        return channel.stream.perform(SEND_NAMES[kind], check, timeout, async_op=async_op)
 
 
 def recv(
@@ -530,20 +530,19 @@ def _receive(
     rank = communicator.member_rank
     if source == rank:
         return Mailbox(communicator.own_messages, rank).receive(tag, args, async_op=async_op)
-    known = communicator.streams.get((source, rank, tag))
-    channel: RecvChannel = known or channel_of(communicator, current(), source, rank, tag)
-    if timeout is None or is_seconds(timeout):
-        try:
-            delivered = channel.receive(args, timeout, waits=not async_op)
-        except SyncvarError as error:
-            if not async_op:
-                raise
-            return ended(error=error)
-        if delivered is not None:
-            return ended(delivered.result) if async_op else delivered.result
-    return channel.stream.perform(
-        RECV_NAMES[args.kind], partial(channel.checked, args), timeout, async_op=async_op
-    )
+    channel: RecvChannel
+    with UsedChannel(communicator, current(), source, rank, tag) as channel:
+        if timeout is None or is_seconds(timeout):
+            try:
+                delivered = channel.receive(args, timeout, waits=not async_op)
+            except SyncvarError as error:
+                if not async_op:
+                    raise
+                return ended(error=error)
+            if delivered is not None:
+                return ended(delivered.result) if async_op else delivered.result
+        check = partial(channel.checked, args)
+        return channel.stream.perform(RECV_NAMES[args.kind], check, timeout, async_op=async_op)
 
 
 if not TYPE_CHECKING:

@@ -166,6 +166,7 @@ class P2PChannel:
             stream.counter = self.counter
             self._engine.book.count_by(self.counter)
         self.native: Any = None  # C endpoint, once it has something to do
+        self.users = 0  # threads that have looked it up and may begin a message
         self._context = context
         self._eager_bytes: int = context.config.eager_bytes
         self._types: dict[tuple[int, np.dtype[Any], tuple[int, ...]], MessageType] = {}

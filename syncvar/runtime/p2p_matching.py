@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import time
 from threading import get_ident
 from time import monotonic_ns
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from syncvar.transports.base import Frame
 
 _CHANNELS_MAX = 128  # of a group; beyond that, idle ones are dropped
+_channels_lock = threading.RLock()  # reentrant for signal handlers
 
 
 class Search(NamedTuple):
@@ -73,6 +75,35 @@ def channel_of(communicator: Communicator, context: Any, source: int, dest: int,
 
     A tag may be a step number, so channels that are not used any more are dropped.
     """
+    with _channels_lock:
+        return _channel_of(communicator, context, source, dest, tag)
+
+
+class UsedChannel:
+    """A channel of a pair and tag that a thread uses, so that no other thread drops it meanwhile.
+
+    Else two channels would count the same messages.
+    """
+
+    __slots__ = ("_args", "_channel")
+
+    def __init__(
+        self, communicator: Communicator, context: Any, source: int, dest: int, tag: int
+    ) -> None:
+        self._args = communicator, context, source, dest, tag
+
+    def __enter__(self) -> Any:
+        with _channels_lock:
+            self._channel: P2PChannel = _channel_of(*self._args)
+            self._channel.users += 1
+        return self._channel
+
+    def __exit__(self, *_: object) -> None:
+        with _channels_lock:
+            self._channel.users -= 1
+
+
+def _channel_of(communicator: Communicator, context: Any, source: int, dest: int, tag: int) -> Any:
     channels = communicator.streams
     found = channels.get((source, dest, tag))
     if found is None:
@@ -99,8 +130,9 @@ def channel_of(communicator: Communicator, context: Any, source: int, dest: int,
 def _drop_idle(channels: dict[tuple[int, int, int], P2PChannel]) -> None:
     for key, channel in list(channels.items()):
         stream, engine = channel.stream, channel.stream.engine
-        if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
-            channels.pop(key, None)  # another thread may have dropped it
+        is_used = channel.users or stream.busy.locked()
+        if engine is not None and not is_used and engine.is_idle(stream.identity):
+            del channels[key]
             channel.retire()
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
@@ -280,12 +312,9 @@ class MessageMatcher:
     def _call_info(self, spec: CollectiveSpec) -> CallInfo:
         return CallInfo(spec, self._identity, self._members, spec.fingerprint)
 
-    def channel(self, found: MessageInfo) -> RecvChannel:
+    def channel(self, found: MessageInfo) -> UsedChannel:
         """Return the channel of a message that another rank has sent."""
-        channel: RecvChannel = channel_of(
-            self.communicator, self._context, found.source, self.rank, found.tag
-        )
-        return channel
+        return UsedChannel(self.communicator, self._context, found.source, self.rank, found.tag)
 
     def claim(self, wait: MessageWait, args: ReceiveArgs) -> Request | None:
         """Return the ordinary receive of the message that a wait has found, as the driver.
@@ -296,8 +325,14 @@ class MessageMatcher:
         assert found is not None
         if found.source == self.rank:
             return self.mailbox.take(found, args)
-        channel = self.channel(found)
-        stream = channel.stream
+        with self.channel(found) as channel:
+            return self._claimed(channel, wait, args)
+
+    def _claimed(
+        self, channel: RecvChannel, wait: MessageWait, args: ReceiveArgs
+    ) -> Request | None:
+        stream, found = channel.stream, wait.found
+        assert found is not None
         if not stream.busy.acquire(blocking=False):
             return None
         try:
@@ -549,7 +584,8 @@ def receive_any(
         return own
     if found is not None:
         try:
-            delivered = matcher.channel(found).receive(args, None, waits=False)
+            with matcher.channel(found) as channel:
+                delivered = channel.receive(args, None, waits=False)
         except ConfigError:  # the message is consumed
             matcher.record(spec, call, found, begin)
             raise
