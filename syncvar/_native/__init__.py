@@ -82,14 +82,14 @@ class AsyncCall:
         began: Start time, CLOCK_MONOTONIC in nanoseconds.
         is_over: The call has ended without the engine.
         end: Returns the result if it is ready, or with True arrives while spinning; else None.
-        continue_in_engine: Lets the engine continue the call; does nothing if it is over.
+        give_to_engine: Lets the engine continue the call; does nothing if it is over.
     """
 
     request: Any
     began: int
     is_over: bool
     end: Callable[[bool], Any]
-    continue_in_engine: Callable[[], None]
+    give_to_engine: Callable[[], None]
 
 
 class ChannelState:

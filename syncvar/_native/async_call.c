@@ -3,8 +3,6 @@
 
 typedef enum { UNPUBLISHED, OPEN, ENDED, IN_ENGINE } AsyncState;
 
-enum { POLL_ONCE = -1, SPIN_SHORT = 0 }; /* patience in nanoseconds */
-
 /* Invariant: while a call is OPEN, it is the only entry of the channel's queue. No other call
  * publishes before it has ended, or is in the engine. */
 typedef struct {
@@ -204,7 +202,7 @@ static PyGetSetDef async_call_getters[] = {
 static PyMethodDef async_call_methods[] = {
     {"end", async_call_end, METH_VARARGS,
      "Return the result if it is there, or with end(True) comes while spinning; else None."},
-    {"continue_in_engine", async_call_continue, METH_NOARGS,
+    {"give_to_engine", async_call_continue, METH_NOARGS,
      "Let the engine continue the call, as `request`; nothing if it has ended."},
     {NULL},
 };

@@ -118,7 +118,7 @@ static PyObject *run_remembered(CallDispatch *self, PyObject *const *arguments, 
     PyObject *x = given > 0 ? arguments[0] : self->no_input,
              *op = given > 1 ? arguments[1] : self->usual;
     PyObject *out = Py_None, *timeout = Py_None, *group = Py_None;
-    int later = 0;
+    int is_async = 0;
     if (given > self->positions || (given == 0) != (self->no_input != Py_None)) return NULL;
     const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
     for (Py_ssize_t place = 0; place < named; place++) {
@@ -133,7 +133,7 @@ static PyObject *run_remembered(CallDispatch *self, PyObject *const *arguments, 
         else if (name == name_group)
             group = value;
         else if (name == name_async_op && PyBool_Check(value))
-            later = value == Py_True;
+            is_async = value == Py_True;
         else
             return NULL;
     }
@@ -154,11 +154,11 @@ static PyObject *run_remembered(CallDispatch *self, PyObject *const *arguments, 
         NativeCall *call = find_call(self, group, op, array);
         if (call != NULL && (has_input || ignores_input(call))) {
             Py_INCREF((PyObject *)call);
-            result = later ? start_remembered(self, call, array, out, timeout)
-                           : run_call((PyObject *)call, array, out, Py_None, timeout);
+            result = is_async ? start_remembered(self, call, array, out, timeout)
+                              : run_call((PyObject *)call, array, out, Py_None, timeout);
             if (result == Py_None) {
                 Py_CLEAR(result); /* fall back */
-            } else if (result != NULL && !later && call->no_result != Py_None) {
+            } else if (result != NULL && !is_async && call->no_result != Py_None) {
                 Py_DECREF(result);
                 result = Py_NewRef(Py_None);
             }

@@ -113,6 +113,7 @@ void finish(const NativeCall *self, int side, const char *input, PyObject *outpu
 void interrupt_call(NativeCall *self, PyObject *number, PyObject *began, PyObject *spec);
 
 /* of async_call.c */
+enum { POLL_ONCE = -1, SPIN_SHORT = 0 }; /* patience in nanoseconds */
 int end_async_call(PyObject *object, int64_t patience_ns);
 PyObject *start_call(NativeCall *self, PyObject *x, PyObject *out, PyObject *timeout,
                      PyObject *site, PyObject *instruction);

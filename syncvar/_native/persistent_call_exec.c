@@ -31,7 +31,7 @@ typedef enum {
     PUBLISHED,     /* phase 0 is published: the engine has to continue */
     RUN_SUSPENDED, /* the run has to wait: the engine has to continue it */
     FAILED,        /* an exception is set */
-} Result;
+} AttemptState;
 
 static char *data_of(PyObject *array) { return ((Array *)array)->data; }
 
@@ -99,10 +99,12 @@ void finish(const NativeCall *self, int side, const char *input, PyObject *outpu
 
 /* -- publishing -------------------------------------------------------------------------------- */
 
-/* Return whether a call may begin now: the engine admits calls, nothing is queued, and no other
- * thread is in a call of the group. */
+/* End the open asynchronous call of the channel, if that takes a short time only. Return whether a
+ * call may begin now: the engine admits calls, nothing is queued, and no other thread is in a call
+ * of the group. */
 int may_begin(const NativeCall *self) {
-    if (self->channel->open_call != NULL && end_async_call(self->channel->open_call, 0) < 0)
+    if (self->channel->open_call != NULL &&
+        end_async_call(self->channel->open_call, SPIN_SHORT) < 0)
         PyErr_Clear();
     return self->channel->is_settled && PyObject_Size(self->queue) == 0 &&
            is_free(self->engine, self->busy);
@@ -172,7 +174,7 @@ uint64_t put_own(const NativeCall *self, int side, PyObject *input) {
 
 /* Wait for the other ranks of a small call, without the GIL. Afterwards other threads may have
  * changed the arrays; then Python continues. */
-static Result wait_small(NativeCall *self, Attempt *attempt, uint64_t check) {
+static AttemptState wait_small(NativeCall *self, Attempt *attempt, uint64_t check) {
     const int taken = try_acquire(self->busy);
     if (taken < 0) {
         interrupt_call(self, attempt->number, attempt->began, attempt->spec);
@@ -192,7 +194,7 @@ static Result wait_small(NativeCall *self, Attempt *attempt, uint64_t check) {
 }
 
 /* Make a call through the small slots. */
-static Result run_small(NativeCall *self, Attempt *attempt, long long call) {
+static AttemptState run_small(NativeCall *self, Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     const int side = (int)(channel->side ^= 1);
     const uint64_t location = put_own(self, side, attempt->input);
@@ -200,7 +202,7 @@ static Result run_small(NativeCall *self, Attempt *attempt, long long call) {
                    check = plain + self->detail;
     publish_call(self, call, check, plain, location);
     if (!all_agree(self, check, channel->patience.shares_cores ? YIELD_NS : 0)) {
-        const Result state = wait_small(self, attempt, check);
+        const AttemptState state = wait_small(self, attempt, check);
         if (state != COMPLETED) return state;
     }
     finish(self, side, self->leaf_count ? NULL : data_of(attempt->input), attempt->output);
@@ -307,7 +309,7 @@ static int is_readable(PyObject *array) {
 }
 
 /* Make a call with a long vector, without the GIL; the run then borrows its program. */
-static Result run_long(const NativeCall *self, const Attempt *attempt, long long call) {
+static AttemptState run_long(const NativeCall *self, const Attempt *attempt, long long call) {
     ChannelState *channel = self->channel;
     Run *run = attempt->run;
     const int arrays = self->leaf_count ? self->span_count : 1;
@@ -408,7 +410,7 @@ static int bind_own(const NativeCall *self, Attempt *attempt) {
 
 /* Check whether C can make a call, and allocate everything it needs. Nothing that other ranks see
  * changes. */
-static Result set_up(NativeCall *self, Attempt *attempt) {
+static AttemptState set_up(NativeCall *self, Attempt *attempt) {
     const int memories = self->memories; /* may grow until the call begins: other threads run */
     const int64_t scratch_bytes = self->scratch_bytes;
     PyObject *const spec = attempt->spec;
@@ -458,12 +460,12 @@ static Result set_up(NativeCall *self, Attempt *attempt) {
 
 /* Make a call that has been set up. Other ranks take part in it from here on. Nothing can fail
  * before they have entered. */
-static Result make_call(NativeCall *self, Attempt *attempt) {
+static AttemptState begin_attempt(NativeCall *self, Attempt *attempt) {
     const long long call = take_number(self, &attempt->number);
     if (call < 0) return FAILED;
     if (!self->is_long) return run_small(self, attempt, call);
     Program *const first = attempt->run->program;
-    Result state;
+    AttemptState state;
     Py_BEGIN_ALLOW_THREADS
         state = run_long(self, attempt, call);
     Py_END_ALLOW_THREADS
@@ -479,13 +481,13 @@ PyObject *run_call(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
         .x = x, .out = out, .spec = spec, .timeout = timeout, .fingerprint = self->fingerprint};
     if (self->no_result != Py_None) attempt.out = Py_None; /* this rank gets no result */
     PyObject *result = NULL;
-    Result state = set_up(self, &attempt);
+    AttemptState state = set_up(self, &attempt);
     if (state == FAILED && PyErr_ExceptionMatches(PyExc_Exception)) {
         PyErr_Clear(); /* no memory: the call has no number yet. The slow path raises the error
                           again, and informs the group */
         state = FALL_BACK;
     }
-    if (state == READY) state = make_call(self, &attempt);
+    if (state == READY) state = begin_attempt(self, &attempt);
     if (state == PUBLISHED || state == RUN_SUSPENDED)
         result = continue_in_engine(self, &attempt, state == RUN_SUSPENDED);
     if (state == COMPLETED && record(self->add, attempt.info, attempt.number, attempt.began) == 0)

@@ -23,7 +23,7 @@ out of it. So do all blocks where a rank may not read the memory of the others.
 A collective has a public function, which calls `dispatch.make_call`, and the class of its calls: a
 `TransferCall` moves blocks, a `ReductionCall` combines arrays. To write a new one, write these:
 
-* `form_of` returns the input that a persistent call takes, or None for the slow path.
+* `persistent_input` returns the input that a persistent call takes, or None for the slow path.
 * `__init__` checks the arguments, before anything is sent, and describes the call by a
   `CollectiveSpec`. With `keep` it copies the input.
 * `stages` yields the stages of a `ReductionCall`; `ends` says which ranks get a result.

@@ -18,9 +18,9 @@ from syncvar.collectives.reduce_args import (
     contribution,
     describe_reduction,
     describe_tree_reduction,
-    form_of,
     is_finite_checked,
     outcome,
+    plain_operand,
     reduction_of,
 )
 from syncvar.core.array_arguments import as_array, checked_output
@@ -169,15 +169,15 @@ class AllReduceCall(ReductionCall):
 
 
 class _PublicCall(AllReduceCall):
-    """An all-reduce of the program; `keep` copies the input."""
+    """The call of `sv.all_reduce` without factors; its arguments come as in `make_call`."""
 
     @staticmethod
-    def form_of(
+    def persistent_input(
         _communicator: Communicator, x: Any, _out: Any, options: Any
     ) -> NDArray[Any] | PyTree | None:
         op, reproducible, algorithm = options
         if algorithm is None and isinstance(op, str) and type(reproducible) is bool:
-            return x if type(x) is np.ndarray else form_of(x)
+            return x if type(x) is np.ndarray else plain_operand(x)
         return None
 
     def __init__(
@@ -260,11 +260,11 @@ def agree(
 
     `numbers` is flat and alike on all ranks. `spec` describes the call; None for `name`.
     """
-    check = partial(agreement_call, communicator, name, op, None, numbers)
-    output = call_persistent(communicator, (name, op), numbers, None, timeout, check, spec)
+    make_checked = partial(agreement_call, communicator, name, op, None, numbers)
+    output = call_persistent(communicator, (name, op), numbers, None, timeout, make_checked, spec)
     if output is None:
-        check = partial(agreement_call, communicator, name, op, spec, numbers)
-        output = communicator.perform(spec or name, check, timeout)
+        make_checked = partial(agreement_call, communicator, name, op, spec, numbers)
+        output = communicator.perform(spec or name, make_checked, timeout)
     return output  # type: ignore[no-any-return]
 
 

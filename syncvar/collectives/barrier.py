@@ -53,7 +53,7 @@ class _BarrierCall(MeetingCall, Persistable):
         super().__init__(communicator, CollectiveSpec("barrier"))
 
     @staticmethod
-    def form_of(_communicator: Communicator, x: Any, _out: None, _rest: Any) -> Any:
+    def persistent_input(_communicator: Communicator, x: Any, _out: None, _rest: Any) -> Any:
         return x
 
     def persistent(self, _like: Any) -> Persistent | None:

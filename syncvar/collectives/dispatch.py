@@ -1,7 +1,9 @@
 """Dispatch of public calls: find the group and the persistent call, or take the slow path.
 
-`make_call` runs the persistent call of a repeated call. On the first call it builds one from the
-request of the call, if that is `Persistable`. Every other call runs its request.
+`make_call` runs the persistent call of a repeated call. If there is none, it makes the checked call
+and lets it build one (`Persistable.persistent`). That fails until the first call of the group has
+opened its channel. Then, and for unusual calls, `Communicator.perform` makes the checked call again
+and runs it as a request.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Persistable(CheckedCall):
     """Whether the C dispatch may find the persistent call by the dtype of the input."""
 
     @staticmethod
-    def form_of(_communicator: Communicator, _x: Any, _out: Any, _rest: Any, /) -> Any:
+    def persistent_input(_communicator: Communicator, _x: Any, _out: Any, _rest: Any, /) -> Any:
         """Return a persistent call's input, which has a dtype and a shape; None if it has none."""
         return None
 
@@ -93,38 +95,38 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
         raise unexpected_keyword(public, foreign)
     communicator = communicator_of(group)
     if communicator.channel is not None and (timeout is None or is_seconds(timeout)):
-        form = make.form_of(communicator, x, out, options)
-        if form is not None:
-            key = key_of((make, options), form)
+        array = make.persistent_input(communicator, x, out, options)
+        if array is not None:
+            key = key_of((make, options), array)
             persistent: Any = communicator.persistent_calls.get(key)
             if persistent is None:
-                check = partial(make, communicator, x, out, *options, keep=False)
-                persistent = _persist(communicator, key, form, check, public, options)
+                make_checked = partial(make, communicator, x, out, *options, keep=False)
+                persistent = _persist(communicator, key, array, make_checked, public, options)
             else:
                 recall(public, persistent)
             if persistent is not None:
                 result: Any = None
                 if not async_op:
-                    result = persistent(form, out, None, timeout)
+                    result = persistent(array, out, None, timeout)
                 elif persistent is not never_persistent:
-                    result = persistent.start(form, out, timeout, own_site())
+                    result = persistent.start(array, out, timeout, own_site())
                 if result is not None:  # None: nothing was done, so the slow path follows
                     return None if result is NO_RESULT else result
     if is_foreign(x, out):
         names = {"group": group, "async_op": async_op, "timeout": timeout, "options": options}
         again = partial(make_call, public, make, out=None, foreign={}, **names)
         return call_with_numpy(again, x, out)
-    check = partial(make, communicator, x, out, *options, keep=async_op)
-    return communicator.perform(public.__name__, check, timeout, async_op=async_op)
+    make_checked = partial(make, communicator, x, out, *options, keep=async_op)
+    return communicator.perform(public.__name__, make_checked, timeout, async_op=async_op)
 
 
 def call_persistent(  # noqa: PLR0913  (hot path)
     communicator: Communicator,
     key: tuple[Hashable, ...],
-    form: Any,
+    array: Any,
     out: Any,
     timeout: float | None,
-    check: Callable[[], Persistable],
+    make_checked: Callable[[], Persistable],
     spec: CollectiveSpec | None = None,
     *,
     public: Any = None,
@@ -132,35 +134,35 @@ def call_persistent(  # noqa: PLR0913  (hot path)
 ) -> Any:
     """Make a call by its persistent call; return None, having done nothing, if there is none.
 
-    `check` checks the arguments and returns the checked call, from which the persistent one is
-    built. `spec` describes this call; None: the spec of the checked call does. From now on the C
+    `make_checked` checks the arguments and returns the checked call, which builds the persistent
+    one. `spec` describes this call; None: the spec of the checked call does. From now on the C
     dispatch of `public`, if given, may find the call. `key` is as for `key_of`, `options` as for
     `make_call`.
     """
-    whole_key = key_of(key, form)
+    whole_key = key_of(key, array)
     persistent = communicator.persistent_calls.get(whole_key)
     if persistent is None:
-        persistent = _persist(communicator, whole_key, form, check, public, options)
+        persistent = _persist(communicator, whole_key, array, make_checked, public, options)
     elif public is not None:
         recall(public, persistent)
     if persistent is None or not (timeout is None or is_seconds(timeout)):
         return None
-    return persistent(form, out, spec, timeout)
+    return persistent(array, out, spec, timeout)
 
 
-def key_of(key: tuple[Hashable, ...], form: Any) -> tuple[Hashable, ...]:
+def key_of(key: tuple[Hashable, ...], array: Any) -> tuple[Hashable, ...]:
     """Return the cache key of persistent calls: what their spec depends on.
 
     The spec itself would take a microsecond in each repetition.
     """
-    return (*key, form.dtype, form.shape)
+    return (*key, array.dtype, array.shape)
 
 
 def _persist(
     communicator: Communicator,
     key: tuple[Hashable, ...],
-    form: Any,
-    check: Callable[[], Persistable],
+    array: Any,
+    make_checked: Callable[[], Persistable],
     public: Any,
     options: tuple[Any, ...],
 ) -> Persistent | None:
@@ -168,8 +170,8 @@ def _persist(
     if not communicator.keeps_persistent or not communicator.is_shared:
         return None
     try:
-        checked = check()
-        call = communicator.keep_persistent(key, checked.persistent(form))
+        checked = make_checked()
+        call = communicator.keep_persistent(key, checked.persistent(array))
     except Exception:
         # The call has no number yet: the slow path raises the error again, and informs the group.
         return None
@@ -197,7 +199,7 @@ def plain_array(x: Any) -> NDArray[Any] | None:
         return None
 
 
-def plain_form(
+def plain_input(
     _communicator: Communicator, x: Any, _out: Any, options: tuple[Any, ...]
 ) -> NDArray[Any] | None:
     """Return the array of a call with an op, a root, or both, and no algorithm; else None."""

@@ -84,7 +84,7 @@ class AllGatherCall(TransferCall):
     """An all-gather, or a gather to `root`; `keep` copies the input."""
 
     @staticmethod
-    def form_of(
+    def persistent_input(
         _communicator: Communicator, x: Any, _out: Any, options: Any
     ) -> NDArray[Any] | None:
         """Return the array of a gather along axis 0, or None for any other gather."""

@@ -182,17 +182,17 @@ def _call(
 ) -> Any:
     """Make a call by its persistent call, which moves small objects, or by the slow path."""
     communicator, name = communicator_of(group), kind.name
-    check = partial(kind.of_value, communicator, root, value)
+    make_checked = partial(kind.of_value, communicator, root, value)
     if not async_op and (root is None or type(root) is int):
         try:
             heads = _heads(kind.pack(communicator, value, root))
         except Exception:  # of another library's tensor: the slow path raises it, informs the group
             heads = None
         if heads is not None:
-            output = call_persistent(communicator, (name, root), heads, None, timeout, check)
+            output = call_persistent(communicator, (name, root), heads, None, timeout, make_checked)
             if output is not None:
                 return kind.unpack(communicator, _in_heads(output), root)
-    return communicator.perform(name, check, timeout, async_op=async_op)
+    return communicator.perform(name, make_checked, timeout, async_op=async_op)
 
 
 class _ObjectCall(TransferCall):

@@ -13,7 +13,7 @@ import numpy as np
 
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
-from syncvar.collectives.dispatch import make_call, native_dispatch, plain_form
+from syncvar.collectives.dispatch import make_call, native_dispatch, plain_input
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
     ReduceOptions,
@@ -96,7 +96,7 @@ def reduce(  # noqa: PLR0913  (public signature)
 class _ReduceCall(ReductionCall):
     """A reduce; the input is copied now, and with `keep` its tree."""
 
-    form_of = staticmethod(plain_form)
+    persistent_input = staticmethod(plain_input)
 
     def __init__(
         self, communicator: Communicator, x: Any, out: Any, *options: Any, keep: bool
@@ -235,7 +235,7 @@ class _ScanCall(ReductionCall):
 
     name = "scan"
     ends = ResultPlacement(name)
-    form_of = staticmethod(plain_form)
+    persistent_input = staticmethod(plain_input)
 
     def __init__(
         self, communicator: Communicator, x: Any, out: Any, *options: Any, **_keep: bool
@@ -323,7 +323,9 @@ class _ReduceScatterCall(TransferCall):
     """
 
     @staticmethod
-    def form_of(communicator: Communicator, x: Any, _out: Any, options: Any) -> NDArray[Any] | None:
+    def persistent_input(
+        communicator: Communicator, x: Any, _out: Any, options: Any
+    ) -> NDArray[Any] | None:
         op, lengths, algorithm = options
         is_plain = (
             type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None

@@ -236,7 +236,7 @@ def release_others(communicator: Communicator, informed: int) -> Generator[Stage
         yield Stage(communicator.plan("broadcast", 0, root=informed), _NOTHING)
 
 
-def form_of(x: Any) -> NDArray[Any] | PyTree | None:
+def plain_operand(x: Any) -> NDArray[Any] | PyTree | None:
     """Return the plain array of a value, or its pytree; None for the slow path."""
     array = plain_array(x)
     if array is not None:
@@ -289,26 +289,26 @@ class ReductionCall(Persistable):
 
     def persistent(self, like: NDArray[Any] | PyTree) -> Persistent | None:
         """Build the persistent call of such calls; see `Persistable`."""
-        return persist_form(self.communicator, like, self.op, self.spec, self.ends)
+        return persist_reductions(self.communicator, like, self.op, self.spec, self.ends)
 
 
-def persist_form(
+def persist_reductions(
     communicator: Communicator,
-    form: NDArray[Any] | PyTree,
+    operand: NDArray[Any] | PyTree,
     op: str,
     spec: CollectiveSpec,
     ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
 ) -> Persistent | None:
-    """Build the persistent call of reductions like `form`, or None, or `never_persistent`.
+    """Build the persistent call of reductions like `operand`, or None, or `never_persistent`.
 
     With `apply`, `out` must be given and becomes apply(out, result). Registered ops have no such
     call, because they may be replaced.
     """
     if not communicator.keeps_persistent or communicator.channel is None:
         return None
-    leaves = form.without_memory() if isinstance(form, PyTree) else None
-    arrays = [form] if isinstance(form, np.ndarray) else form.arrays
+    leaves = operand.without_memory() if isinstance(operand, PyTree) else None
+    arrays = [operand] if isinstance(operand, np.ndarray) else operand.arrays
     kinds = kinds_of([reduction_of(array, op) for array in arrays])
     are_known = (
         all(reducer.name in OPS and reducer.name not in _LOCATING for reducer in kinds)
@@ -328,7 +328,7 @@ def persist_form(
             return never_persistent
         is_small, longest = long is None, long or 0
     reducers = list(kinds)
-    if not is_small and ends != EVERYWHERE and form.dtype != reducers[0].accumulate:
+    if not is_small and ends != EVERYWHERE and operand.dtype != reducers[0].accumulate:
         return never_persistent  # the slow path converts the input
     reducers.insert(0, reducers.pop(longest))
     neutral = identity(reducers[0]) if ends.collective == "exscan" else None
@@ -345,7 +345,7 @@ def persistent_reduction(
 ) -> Persistent | None:
     """Build the persistent call of the all-reduces of `AllReduceCall`."""
     _, spec = describe_reduction(x, op, name, options)
-    call = persist_form(communicator, x, op, spec, apply=options.apply)
+    call = persist_reductions(communicator, x, op, spec, apply=options.apply)
     return None if call is never_persistent else call
 
 

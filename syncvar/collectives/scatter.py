@@ -86,7 +86,9 @@ class _ScatterCall(TransferCall):
     """A scatter; `keep` copies the root's arrays."""
 
     @staticmethod
-    def form_of(communicator: Communicator, x: Any, out: Any, options: Any) -> NDArray[Any] | None:
+    def persistent_input(
+        communicator: Communicator, x: Any, out: Any, options: Any
+    ) -> NDArray[Any] | None:
         # Ranks that are not the root expect a part like `out`, or like the last one. If it differs,
         # the slow path sends its shape.
         root, algorithm = options
@@ -228,7 +230,7 @@ class _AllToAllCall(TransferCall):
     """An all-to-all; `keep` copies the parts."""
 
     @staticmethod
-    def form_of(
+    def persistent_input(
         communicator: Communicator, parts: Any, _out: Any, options: Any
     ) -> NDArray[Any] | None:
         (algorithm,) = options

@@ -208,8 +208,8 @@ def _send(one: _Outgoing, dest: Any, tag: Any, timeout: float | None, *, async_o
                 array = _message(kind, one.value)
                 if channel.send(kind, array, timeout, waits=not async_op, synchronous=synchronous):
                     return ended() if async_op else None
-        check = partial(one.checked, channel, keeps=async_op)
-        return channel.stream.perform(SEND_NAMES[kind], check, timeout, async_op=async_op)
+        make_checked = partial(one.checked, channel, keeps=async_op)
+        return channel.stream.perform(SEND_NAMES[kind], make_checked, timeout, async_op=async_op)
 
 
 def recv(
@@ -541,8 +541,10 @@ def _receive(
                 return ended(error=error)
             if delivered is not None:
                 return ended(delivered.result) if async_op else delivered.result
-        check = partial(channel.checked, args)
-        return channel.stream.perform(RECV_NAMES[args.kind], check, timeout, async_op=async_op)
+        make_checked = partial(channel.checked, args)
+        return channel.stream.perform(
+            RECV_NAMES[args.kind], make_checked, timeout, async_op=async_op
+        )
 
 
 if not TYPE_CHECKING:

@@ -212,8 +212,8 @@ def all_reduce_shards(
         array([2., 3.])
     """
     communicator = communicator_of(group)
-    check = partial(ShardsCall, communicator, shards, op)
-    return communicator.perform("all_reduce_shards", check, timeout)
+    make_checked = partial(ShardsCall, communicator, shards, op)
+    return communicator.perform("all_reduce_shards", make_checked, timeout)
 
 
 class _Kind(NamedTuple):

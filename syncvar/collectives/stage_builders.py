@@ -190,8 +190,8 @@ def gather_objects(
     async_op: bool = False,
 ) -> Any:
     """Gather the objects that `make` returns; an error in `make` fails the call on all ranks."""
-    check = partial(GatheredObjects, communicator, name, make)
-    return communicator.perform(name, check, timeout, async_op=async_op)
+    make_checked = partial(GatheredObjects, communicator, name, make)
+    return communicator.perform(name, make_checked, timeout, async_op=async_op)
 
 
 class GatheredObjects(CheckedCall):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Persistable, never_persistent, plain_form
+from syncvar.collectives.dispatch import Persistable, never_persistent, plain_input
 from syncvar.core.array_arguments import deliver
 from syncvar.core.errors import InternalError
 from syncvar.runtime.block_transfer import NO_RESULT, Blocks, Movement, TransferLayout
@@ -44,7 +44,7 @@ class TransferCall(Persistable):
         out: The caller's output, or None.
     """
 
-    form_of = staticmethod(plain_form)
+    persistent_input = staticmethod(plain_input)
 
     def __init__(
         self,

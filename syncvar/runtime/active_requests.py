@@ -1,6 +1,6 @@
 """The running requests of a process, and reactions to the launcher and to lost links.
 
-The driver of the engine calls `StartedCalls`, which begins requests, delivers their frames and
+The driver of the engine calls `RunningRequests`, which begins requests, delivers their frames and
 checks their deadlines, and `Verdicts`.
 """
 
@@ -33,7 +33,7 @@ _FOREVER = float("inf")
 _FOLLOWING_LOOK_S = 0.25
 
 
-class StartedCalls:
+class RunningRequests:
     """Requests of `core.inbox`, `core.active` and `core.under_way`, as the driver sees them."""
 
     def __init__(self, core: Core, flow: Flow) -> None:
@@ -50,7 +50,7 @@ class StartedCalls:
 
     # -- from the start to the end -----------------------------------------------------------------
 
-    def begin_waiting(self) -> None:
+    def begin_inbox(self) -> None:
         """Begin the requests in the inbox."""
         while self._core.inbox:
             request = self._core.inbox.popleft()
@@ -229,7 +229,7 @@ _DETAIL_GRACE_S = 0.2  # time for the launcher to explain a silent disconnection
 class Verdicts:
     """What this process knows from others about its calls."""
 
-    def __init__(self, core: Core, started: StartedCalls, questions: GetRequests) -> None:
+    def __init__(self, core: Core, started: RunningRequests, questions: GetRequests) -> None:
         self.late: dict[tuple[int, int], float] = {}  # skipped calls of peers: when to report them
         self._core = core
         self._book = core.book

@@ -179,7 +179,7 @@ class Communicator(CommunicatorState):
         # By members: where they agree on groups of themselves.
         self.meeting_places: dict[tuple[int, ...], Communicator] = {}
         self.keeps_persistent = True
-        # By (name, op, dtype, shape, reproducible) or another key.
+        # By `dispatch.key_of`: what makes the call, its options, dtype and shape
         self.persistent_calls: dict[Any, Persistent] = {}
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
@@ -293,7 +293,7 @@ class Communicator(CommunicatorState):
     def perform(
         self,
         name: str | CollectiveSpec,
-        check: Callable[[], CheckedCall],
+        make_checked: Callable[[], CheckedCall],
         timeout: float | None = None,
         *,
         async_op: bool = False,
@@ -306,7 +306,8 @@ class Communicator(CommunicatorState):
 
         Args:
             name: The collective, or the description of the call, for messages.
-            check: Checks the arguments; its exceptions reach the caller.
+            make_checked: Checks the arguments and returns the checked call. Its exceptions reach
+                the caller.
             timeout: Seconds; None for the job's default.
             async_op: Return a `Work` at once.
             after_queued: Send deferred writes before; False for the call that sends them.
@@ -325,7 +326,7 @@ class Communicator(CommunicatorState):
                     if engine.queues:
                         send_queued(engine.queues)
                 with quiet():
-                    checked = check()
+                    checked = make_checked()
             except Exception as error:
                 self._refuse(name, call, error)
                 raise

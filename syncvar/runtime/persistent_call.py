@@ -406,7 +406,7 @@ def _rest(steps: Iterator[int], arrays: BoundArrays) -> Generator[Any, None, Any
 def _settled_steps(
     channel: GroupChannel, steps: Iterator[int], arrays: BoundArrays
 ) -> Generator[Any, None, Any]:
-    """Return the steps of an asynchronous call, which waits for its turn in the channel."""
+    """Return the steps of an asynchronous call; a call before it may have been abandoned."""
     yield from settled(channel)
     return (yield from _rest(steps, arrays))
 

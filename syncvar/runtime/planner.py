@@ -80,7 +80,9 @@ SIDE_BY_SIDE = Published(reduces=False, rounds=(), algorithm="side by side")
 def compile_published(plans: Sequence[Schedule], rank: int, root: int | None = None) -> Published:
     """Compile the schedules of all ranks for shared memory, on one rank.
 
-    Without a `root` they are part of a larger call, where only an all-reduce may leave its rounds.
+    Of a reduction by "direct" or "owners" only the algorithm and `ends` stay: `shm_reduce` makes
+    its program by `reduce_code`. Other schedules keep their rounds. Without a `root` the schedules
+    are part of a larger call, where only an all-reduce may leave its rounds.
     """
     mine = plans[rank]
     reduces = mine.collective == "all_reduce" or root is not None

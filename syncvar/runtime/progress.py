@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import GroupBroken, SyncvarError
 from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import pack_counts
-from syncvar.runtime.active_requests import VERDICT_GRACE_S, StartedCalls, Verdicts
+from syncvar.runtime.active_requests import VERDICT_GRACE_S, RunningRequests, Verdicts
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo
 from syncvar.runtime.collective_spec import CollectiveSpec
@@ -73,7 +73,7 @@ class ProgressEngine(Core):
         self.when_broken.append(lambda _: self.flow.forget())
         self.sent = SentMessages()
         self._questions = GetRequests(self)
-        self._started = StartedCalls(self, self.flow)
+        self._started = RunningRequests(self, self.flow)
         self._verdicts = Verdicts(self, self._started, self._questions)
         self._heard = 0.0  # when the launcher's channel was last polled
         self._last_caller = 0.0  # when a caller last drove; it may come again at once
@@ -106,7 +106,7 @@ class ProgressEngine(Core):
             self.inbox.append(request)
             if self.seize():
                 try:
-                    self._started.begin_waiting()
+                    self._started.begin_inbox()
                 finally:
                     self.let_go()
                 self.hand_over()
@@ -373,7 +373,7 @@ class ProgressEngine(Core):
         if self.async_calls:  # others may need more than what they have published
             self.continue_async_calls(_PERSISTENT_OWN_S)
         if self.inbox:
-            started.begin_waiting()
+            started.begin_inbox()
         self._questions.send_requests()
         self.flow.settle()
         for group, call, frames in self.book.take_skipped():

@@ -1,4 +1,4 @@
-"""A started call, and the steps of its stages in shared memory, over links, or both.
+"""A call that the engine drives, and the steps of its stages in shared memory, over links, or both.
 
 The steps are a generator. Each step works until it needs other ranks, and yields what it waits for.
 That is a need in the group's channel in shared memory, or a `Wait` (frames of a round, an answer in
@@ -83,7 +83,7 @@ class Wait(Protocol):
 
     @property
     def need(self) -> int:
-        """Number that changes whenever the call makes progress."""
+        """Number that changes with each progress in shared memory; constant over links."""
 
     @property
     def needs_looks(self) -> bool:
@@ -105,7 +105,7 @@ class Wait(Protocol):
 
 
 class Request:
-    """A started call.
+    """A call that the engine drives, or its caller inline.
 
     Args:
         entry: Record of the call in the flight recorder.
@@ -322,7 +322,7 @@ class Request:
         if steps is None:
             raise InternalError(f"{self.label}: the engine began a call that has no steps")
         try:
-            if frame is None and not self._is_its_turn():
+            if frame is None and not self._take_turn():
                 return
             with quiet():
                 if frame is not None and links is not None:
@@ -346,12 +346,15 @@ class Request:
             steps.close()
         self.mismatch = self.mismatch or self._wait == Need.DISAGREE
 
-    def _is_its_turn(self) -> bool:
-        """Return whether this call is first in the channel's queue and the channel is open."""
+    def _take_turn(self) -> bool:
+        """Return whether this call is first in the queue of its channel, and the channel is open.
+
+        The first call opens the channel, if all ranks have made their entries.
+        """
         channel = self.channel
-        return channel is None or (
-            channel.first is self and (channel.is_open or not channel.open())
-        )
+        if channel is None:
+            return True
+        return channel.first is self and (channel.is_open or channel.try_open())
 
     def _is_reached(self) -> bool:
         wait, channel = self._wait, self.channel

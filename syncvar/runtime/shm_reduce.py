@@ -8,9 +8,10 @@ are equal on all ranks.
   writes it into all targets. Inputs in shared memory need two phases and no copy. With `apply`,
   each target is computed from itself, so replicas that differ stay different, and a check can find
   them.
-* **segments**: the vector is cut into segments that stay in the caches. In one phase each rank
-  combines its part of segment k, writes segment k+1, and then reads the combined segment k. Inputs
-  in shared memory are read in place. Owners widen half types, and round the sum once.
+* **cells**: the vector is cut into cells that stay in the caches. In one phase each rank combines
+  its part of cell k, writes cell k+1, and then reads the combined cell k. Two ranks with the C
+  extension combine all of each cell instead; see `compile_reduce`. Inputs in shared memory are
+  read in place. Owners widen half types, and round the sum once.
 
 Several arrays of one dtype are one vector, their concatenation. Long ones in shared memory are
 reduced in place, one after the other; the rest is copied together. Small vectors of several dtypes

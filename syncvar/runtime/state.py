@@ -202,7 +202,10 @@ class Core(AdmissionState):
         raise GroupBroken(f"this group broke earlier: {error_message(failure)}", failure)
 
     def allows(self, group: int, call: int) -> bool:
-        """Return whether a call may run without the lock: nothing is known that would refuse it."""
+        """Return whether a call may run without the lock: nothing is known that would refuse it.
+
+        Also bring `is_quiet` up to date.
+        """
         is_good = self.failure is None and not self.book.has_refusals
         self.is_quiet = is_good and not self.queues and not self.before_calls
         if self.failure is not None or self.book.has_refusals or self.queues or self.before_calls:
@@ -227,14 +230,14 @@ class Core(AdmissionState):
         try:
             for call in list(self.async_calls):
                 if after_s == 0.0 or time.monotonic_ns() - call.began > after_s * 1e9:
-                    call.continue_in_engine()
+                    call.give_to_engine()
         finally:
             self._continuing.release()
 
     def request_of(self, call: AsyncCall) -> Request | None:
         """Continue a persistent call in the engine; return its request, or None if it is over."""
         with self._continuing:
-            call.continue_in_engine()
+            call.give_to_engine()
         request: Request | None = call.request
         if request is None and not call.is_over:
             self.check()

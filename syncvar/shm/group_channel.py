@@ -86,7 +86,7 @@ class GroupChannel(ChannelState):
         self.side = 0
         self.last = 0  # the last word published, without its side
         self.phase = 0  # the last phase published
-        self.is_settled = True  # all ranks reach it before the call ends on this rank
+        self.is_settled = True  # no call was abandoned: all ranks reach `last`
         self.tail = 0  # the side of the last published segment
         self.queue: deque[Any] = deque()  # started calls, oldest first
         self.is_open = self.size == 1
@@ -112,16 +112,13 @@ class GroupChannel(ChannelState):
 
     # -- finding the others ------------------------------------------------------------------------
 
-    def open(self) -> tuple[int, ...]:
-        """Look for the other ranks' entries; return the ranks of the group still without one."""
-        missing = []
+    def try_open(self) -> bool:
+        """Open the channel if all ranks have made their entries; return whether it is open."""
         for distance in range(1, self.size):
             rank = (self.rank + distance) % self.size
             if not self._entries[rank]:
                 self._entries[rank] = self._channels.find(self.regions[rank], self.group)
-                if not self._entries[rank]:
-                    missing.append(rank)
-        if not missing:
+        if all(self._entries):
             self.others = tuple(
                 self._entries[(self.rank + distance) % self.size]
                 for distance in range(1, self.size)
@@ -130,15 +127,15 @@ class GroupChannel(ChannelState):
             self.is_native = self._channels.is_native and self._bind()
             self.are_native = self.size <= RANKS_MAX and self._channels.are_native(self.regions)
             self.is_open = True
-        return tuple(missing)
+        return self.is_open
 
     # -- publishing and waiting --------------------------------------------------------------------
 
     def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
         """Publish phase 0 of a call; return its need.
 
-        `check` is the call's `check_of`; `source` and `target` describe its input and output
-        (`ShmRef`).
+        `check` is the call's `check_of`. docs/internals.md describes the words `source` and
+        `target`, under "The channel protocol".
         """
         words, entry = self.words, self.entry
         side = self.side = self.side ^ 1
@@ -196,10 +193,6 @@ class GroupChannel(ChannelState):
     def own_side(self, side: int) -> tuple[int, ...]:
         """Return the sides by rank where only this rank's is known; -1 for the others."""
         return (*(-1,) * self.rank, side, *(-1,) * (self.size - self.rank - 1))
-
-    def sides(self) -> tuple[int, ...]:
-        """Return by rank the side on which it published phase 0 of this call."""
-        return tuple([self.side_of(rank) for rank in range(self.size)])
 
     def disagreeing(self, check: int) -> tuple[int, ...]:
         """Return the ranks of the group whose check of this call differs."""

@@ -15,7 +15,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.collectives.dispatch import call_persistent, native_dispatch
 from syncvar.collectives.gather import AllGatherCall
-from syncvar.collectives.reduce_args import ReduceOptions, form_of
+from syncvar.collectives.reduce_args import ReduceOptions, plain_operand
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
@@ -166,20 +166,21 @@ def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any)
     if axis is None:
         reduce_all = _elementwise if strategy.reproducible else _elementwise_native
         return reduce_all(value, reduce_op, group=strategy, timeout=strategy.timeout)
-    communicator, check = strategy.communicator, partial(_checked, strategy, reduce_op, value, axis)
+    communicator = strategy.communicator
+    make_checked = partial(_checked, strategy, reduce_op, value, axis)
     prepared: _Reduction | None = None
     if communicator.channel is not None:
         # The slow path raises the same error again, and sends it to the other replicas.
         with contextlib.suppress(Exception), quiet():
             prepared = _prepare(reduce_op, value, axis)
-    form = None if prepared is None else form_of(prepared.arrays)
-    if prepared is not None and form is not None:
+    array = None if prepared is None else plain_operand(prepared.arrays)
+    if prepared is not None and array is not None:
         key = (_CALL, prepared.options, prepared.treedef, strategy.reproducible)
-        sums = call_persistent(communicator, key, form, None, strategy.timeout, check)
+        sums = call_persistent(communicator, key, array, None, strategy.timeout, make_checked)
         if sums is not None:
             with quiet():
                 return prepared.finish(sums)
-    return communicator.perform(_CALL, check, strategy.timeout)
+    return communicator.perform(_CALL, make_checked, strategy.timeout)
 
 
 def _checked(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> ValueReductionCall:
@@ -190,18 +191,17 @@ def _checked(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> V
 def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: float | None) -> Any:
     """Combine values of all replicas elementwise; the cached path of `reproducible` calls."""
     communicator, reproducible = group.communicator, group.reproducible
-    check = partial(_checked, group, reduce_op, value, None)
+    make_checked = partial(_checked, group, reduce_op, value, None)
     can_cache = communicator.channel is not None and isinstance(reduce_op, str)
-    form = form_of(value) if can_cache else None
-    if form is not None:
+    array = plain_operand(value) if can_cache else None
+    if array is not None:
         key = (_CALL, reduce_op, reproducible)
         public = None if reproducible else _elementwise_native
-        result = call_persistent(
-            communicator, key, form, None, timeout, check, public=public, options=(reduce_op,)
-        )
+        arguments = communicator, key, array, None, timeout, make_checked
+        result = call_persistent(*arguments, public=public, options=(reduce_op,))
         if result is not None:
             return result
-    return communicator.perform(_CALL, check, timeout)
+    return communicator.perform(_CALL, make_checked, timeout)
 
 
 _elementwise_native = native_dispatch(second="reduce_op", positions=2)(_elementwise)
@@ -245,8 +245,8 @@ def gather_values(
     communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str
 ) -> Any:
     """Concatenate a value or pytree over replicas, in their order, along `axis`."""
-    check = partial(ValueGatherCall, communicator, value, axis, name)
-    return communicator.perform(name, check, timeout)
+    make_checked = partial(ValueGatherCall, communicator, value, axis, name)
+    return communicator.perform(name, make_checked, timeout)
 
 
 class ValueGatherCall(AllGatherCall):

@@ -191,7 +191,8 @@ assert (total == 6.0 * sum(range(40))).all()
 """
 
 
-@pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
 def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
     job = launch(
         SLOWLY,

@@ -79,6 +79,7 @@ def test_a_wrapper_that_closes_descriptors_works_on_several_hosts(launch, tmp_pa
     assert job.out.count("sum 2.0") == 2, str(job)
 
 
+@pytest.mark.slow
 def test_a_start_that_waits_for_a_lock_says_so_and_ends_on_sigterm(launch, runtime):
     base = runtime / "syncvar"
     base.mkdir(mode=0o700, exist_ok=True)

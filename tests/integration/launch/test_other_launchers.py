@@ -234,6 +234,7 @@ except sv.SyncvarError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_host_that_falls_silent_while_the_ranks_meet_is_lost_and_nobody_waits_for_it(
     start,
 ):

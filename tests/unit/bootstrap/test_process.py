@@ -23,7 +23,7 @@ from syncvar.core.errors import (
 )
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
-from syncvar.runtime.active_requests import StartedCalls
+from syncvar.runtime.active_requests import RunningRequests
 from syncvar.runtime.call_record import CallInfo, PendingRecord
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.communicator import CheckedCall, Communicator
@@ -776,7 +776,7 @@ def test_a_second_thread_on_the_same_group_is_refused_and_disturbs_nothing():
 
 def test_who_has_heard_of_an_error_leaves_though_the_call_is_let_go_of_later(monkeypatch):
     """The thread that ends a call may be held up before it lets go of it; the one that waits has gone on, and leaves."""
-    retire = StartedCalls.retire
+    retire = RunningRequests.retire
 
     def late(self, operation):
         if operation.error is not None:
@@ -785,7 +785,7 @@ def test_who_has_heard_of_an_error_leaves_though_the_call_is_let_go_of_later(mon
                 time.sleep(0.01)
         retire(self, operation)
 
-    monkeypatch.setattr(StartedCalls, "retire", late)
+    monkeypatch.setattr(RunningRequests, "retire", late)
 
     def fn():
         failed = sv.all_reduce(np.ones(2 + sv.rank()), async_op=True)
