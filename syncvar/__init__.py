@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from syncvar.protocol.object_codec import register_object
     from syncvar.runner import engines
     from syncvar.runner.local import run
-    from syncvar.runtime.p2p_matching import AnyMessage, MessageInfo
+    from syncvar.runtime.p2p_mailbox import AnyMessage, MessageInfo
     from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.contexts import (
@@ -139,7 +139,7 @@ _HOMES = {
     "syncvar.collectives.send_recv": (
         "probe", "recv", "recv_any", "recv_object", "send", "send_object", "sendrecv",
     ),
-    "syncvar.runtime.p2p_matching": ("AnyMessage", "MessageInfo"),
+    "syncvar.runtime.p2p_mailbox": ("AnyMessage", "MessageInfo"),
     "syncvar.protocol.object_codec": ("register_object",),
     "syncvar.collectives.reduce": ("exscan", "reduce", "reduce_scatter", "scan"),
     "syncvar.collectives.shm_arrays": ("empty", "shared_array", "zeros"),

@@ -36,9 +36,9 @@ from syncvar.runtime.p2p_channel import (
     SendChannel,
     ended,
 )
+from syncvar.runtime.p2p_mailbox import Mailbox
 from syncvar.runtime.p2p_matching import (
-    Mailbox,
-    channel_of,
+    UsedChannel,
     matcher_of,
     probe_messages,
     receive_any,
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import CheckedCall, Communicator
-    from syncvar.runtime.p2p_matching import MessageInfo, MessageMatcher
+    from syncvar.runtime.p2p_mailbox import MessageInfo
+    from syncvar.runtime.p2p_matching import MessageMatcher
 
 _NO_MESSAGES = (
     "send and recv do not work inside `with sv.uneven():`, because no rank answers for one "
@@ -108,12 +109,12 @@ def send(
     if _foreign:
         raise unexpected_keyword(send, _foreign)
     communicator = communicator_of(group)
-    if not async_op and timeout is None and not synchronous:
+    if timeout is None and not synchronous and (not async_op or _is_short(x)):
         native = _native_endpoint(communicator, communicator.rank, dest, tag)
         if native is not None and native.send(x):
             if communicator is current().world:
                 remember(send, native, dest, tag)
-            return None
+            return ended() if async_op else None
     if is_foreign(x):
         options: dict[str, Any] = {"async_op": async_op, "timeout": timeout}
         options["synchronous"] = synchronous
@@ -200,15 +201,15 @@ def _send(one: _Outgoing, dest: Any, tag: Any, timeout: float | None, *, async_o
     rank = communicator.member_rank
     if dest == rank:
         return one.put(tag, async_op=async_op)
-    known = communicator.streams.get((rank, dest, tag))
-    channel: SendChannel = known or channel_of(communicator, current(), rank, dest, tag)
-    if timeout is None or is_seconds(timeout):
-        with contextlib.suppress(ConfigError):  # the call below raises it, and informs the receiver
-            array = _message(kind, one.value)
-            if channel.send(kind, array, timeout, waits=not async_op, synchronous=synchronous):
-                return ended() if async_op else None
-    make_checked = partial(one.checked, channel, keeps=async_op)
-    return channel.stream.perform(SEND_NAMES[kind], make_checked, timeout, async_op=async_op)
+    channel: SendChannel
+    with UsedChannel(communicator, current(), rank, dest, tag) as channel:
+        if timeout is None or is_seconds(timeout):
+            with contextlib.suppress(ConfigError):  # `perform` raises it, and informs the receiver
+                array = _message(kind, one.value)
+                if channel.send(kind, array, timeout, waits=not async_op, synchronous=synchronous):
+                    return ended() if async_op else None
+        make_checked = partial(one.checked, channel, keeps=async_op)
+        return channel.stream.perform(SEND_NAMES[kind], make_checked, timeout, async_op=async_op)
 
 
 def recv(
@@ -529,20 +530,21 @@ def _receive(
     rank = communicator.member_rank
     if source == rank:
         return Mailbox(communicator.own_messages, rank).receive(tag, args, async_op=async_op)
-    known = communicator.streams.get((source, rank, tag))
-    channel: RecvChannel = known or channel_of(communicator, current(), source, rank, tag)
-    if timeout is None or is_seconds(timeout):
-        try:
-            delivered = channel.receive(args, timeout, waits=not async_op)
-        except SyncvarError as error:
-            if not async_op:
-                raise
-            return ended(error=error)
-        if delivered is not None:
-            return ended(delivered.result) if async_op else delivered.result
-    return channel.stream.perform(
-        RECV_NAMES[args.kind], partial(channel.checked, args), timeout, async_op=async_op
-    )
+    channel: RecvChannel
+    with UsedChannel(communicator, current(), source, rank, tag) as channel:
+        if timeout is None or is_seconds(timeout):
+            try:
+                delivered = channel.receive(args, timeout, waits=not async_op)
+            except SyncvarError as error:
+                if not async_op:
+                    raise
+                return ended(error=error)
+            if delivered is not None:
+                return ended(delivered.result) if async_op else delivered.result
+        make_checked = partial(channel.checked, args)
+        return channel.stream.perform(
+            RECV_NAMES[args.kind], make_checked, timeout, async_op=async_op
+        )
 
 
 if not TYPE_CHECKING:
@@ -556,6 +558,11 @@ def _native_endpoint(communicator: Communicator, source: Any, dest: Any, tag: An
         channel = communicator.streams.get((source, dest, tag))
         return None if channel is None else channel.native
     return None
+
+
+def _is_short(x: Any) -> bool:
+    """Return whether an array is a message that does not wait for its receiver."""
+    return type(x) is np.ndarray and bool(x.nbytes <= current().config.eager_bytes)
 
 
 def _checked(name: str, rank: Any, size: int) -> int:

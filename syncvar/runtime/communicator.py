@@ -173,7 +173,7 @@ class Communicator(CommunicatorState):
         self.streams: dict[tuple[int, int, int], Any] = {}  # `P2PChannel` by (source, dest, tag)
         # By root: an array like the latest result of a scatter.
         self.last_parts: dict[int, NDArray[Any]] = {}
-        # By tag: messages to this rank itself, see `p2p_matching.Mailbox`.
+        # By tag: messages to this rank itself, see `p2p_mailbox.Mailbox`.
         self.own_messages: dict[int | None, Any] = {}
         self.matcher: Any = None  # a `p2p_matching.MessageMatcher`, once it is needed
         # By members: where they agree on groups of themselves.

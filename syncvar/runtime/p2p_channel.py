@@ -9,7 +9,7 @@ A message takes one of three ways:
 * The request uses links, if there is no ring or no room in it. There a message has two stages: a
   record of fixed length with dtype and shape, then the array.
 
-A message of a rank to itself takes none of them: it waits in a `p2p_matching.Mailbox`.
+A message of a rank to itself takes none of them: it waits in a `p2p_mailbox.Mailbox`.
 """
 
 from __future__ import annotations
@@ -125,9 +125,10 @@ class ReceiveArgs(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """The result of a receive, which may be None."""
+    """The result of a receive, which may be None; `kind` is that of a message that was there."""
 
     result: Any
+    kind: int = ARRAY
 
 
 class MessageType(NamedTuple):
@@ -165,6 +166,7 @@ class P2PChannel:
             stream.counter = self.counter
             self._engine.book.count_by(self.counter)
         self.native: Any = None  # C endpoint, once it has something to do
+        self.users = 0  # threads that have looked it up and may begin a message
         self._context = context
         self._eager_bytes: int = context.config.eager_bytes
         self._types: dict[tuple[int, np.dtype[Any], tuple[int, ...]], MessageType] = {}
@@ -379,7 +381,7 @@ class RecvChannel(P2PChannel):
                 key = stream.identity, call
                 received = end.take(key, args.landing, spins=waits)
                 if received is not None:
-                    delivered = Delivered(args.finish(*received))
+                    delivered = Delivered(args.finish(*received), received[0])
                     self._complete(self._type_of(*received), call, begin)
                     return delivered
                 if not waits:

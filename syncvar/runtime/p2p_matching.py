@@ -1,4 +1,4 @@
-"""Which message comes next: probes, receives from any source, and messages to this rank itself.
+"""Which message comes next: probes, and receives from any source.
 
 A probe and a receive from any source look at the messages that have come. These are in the rings of
 this host, in frames that wait for their receive, and in this rank's own mailbox. A receive from any
@@ -13,41 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import threading
 import time
-from collections import deque
-from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.array_types import dtype_from_index
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.output_files import (
-    MATCH_LOG,
-    REQUESTED,
-    LostFile,
-    check_folder,
-    report_lost_file,
-    write_error_text,
-)
 from syncvar.protocol.fixed_records import ARRAY, BYTES, RECORD_BYTES, unpack_record
 from syncvar.protocol.frame import FrameType
 from syncvar.runtime.call_record import CallInfo, PendingRecord, own_site
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
 from syncvar.runtime.p2p_channel import (
     RECV_NAMES,
-    TO_ITSELF,
     RecvChannel,
     SendChannel,
-    ended,
     pair_identity,
     stream_identity,
     tag_of,
 )
 from syncvar.runtime.p2p_endpoints import MessageForm
+from syncvar.runtime.p2p_mailbox import AnyMessage, Mailbox, info_of
+from syncvar.runtime.p2p_match_log import MatchLog
 from syncvar.runtime.request import BodyError, Request
 from syncvar.runtime.state import send_queued
 from syncvar.runtime.work import Work, checked_timeout
@@ -56,70 +45,17 @@ from syncvar.shm.channel_table import BUDGET_S
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from syncvar.protocol.fixed_records import InputRecord
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.p2p_channel import P2PChannel, ReceiveArgs
     from syncvar.runtime.p2p_endpoints import Key, RecvEndpoint
+    from syncvar.runtime.p2p_mailbox import MessageInfo
     from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Steps
     from syncvar.transports.base import Frame
 
 _CHANNELS_MAX = 128  # of a group; beyond that, idle ones are dropped
-_lock = threading.RLock()  # reentrant for signal handlers
-_serials = itertools.count()  # order of messages and receives of this rank itself
-ANY_TAG = None  # key of receives of any tag in a mailbox
-
-
-class MessageInfo(NamedTuple):
-    """A message that has come and that nobody has received.
-
-    Attributes:
-        source: Rank of the group that sent it.
-        tag: Its tag.
-        is_object: Whether it is an object, for `recv_object`, and not an array.
-        dtype: NumPy dtype of the array; None for an object.
-        shape: Shape of the array; None for an object.
-        nbytes: Bytes of the array, or of the packed object.
-
-    Example:
-        >>> import syncvar as sv
-        >>> sv.send_object("text", 0, tag=3)
-        >>> info = sv.probe(tag=3)
-        >>> info.is_object, sv.recv_object(info.source, tag=info.tag)
-        (True, 'text')
-    """
-
-    source: int
-    tag: int
-    is_object: bool
-    dtype: np.dtype[Any] | None
-    shape: tuple[int, ...] | None
-    nbytes: int
-
-
-class AnyMessage(NamedTuple):
-    """A message that `recv_any` has received.
-
-    Attributes:
-        source: Rank of the group that sent it.
-        value: The array or the object.
-        tag: Its tag.
-        is_object: Whether it is an object.
-
-    Example:
-        >>> import syncvar as sv
-        >>> sv.send(2.5, 0)
-        >>> sv.recv_any()
-        AnyMessage(source=0, value=array(2.5), tag=0, is_object=False)
-    """
-
-    source: int
-    value: Any
-    tag: int
-    is_object: bool
+_channels_lock = threading.RLock()  # reentrant for signal handlers
 
 
 class Search(NamedTuple):
@@ -131,14 +67,6 @@ class Search(NamedTuple):
     waits: bool
 
 
-def _info_of(source: int, tag: int, form: MessageForm) -> MessageInfo:
-    kind, dtype, shape = form
-    nbytes = math.prod(shape) * dtype.itemsize
-    if kind == BYTES:
-        return MessageInfo(source, tag, is_object=True, dtype=None, shape=None, nbytes=nbytes)
-    return MessageInfo(source, tag, is_object=False, dtype=dtype, shape=shape, nbytes=nbytes)
-
-
 # -- channels of pairs and tags --------------------------------------------------------------------
 
 
@@ -147,6 +75,35 @@ def channel_of(communicator: Communicator, context: Any, source: int, dest: int,
 
     A tag may be a step number, so channels that are not used any more are dropped.
     """
+    with _channels_lock:
+        return _channel_of(communicator, context, source, dest, tag)
+
+
+class UsedChannel:
+    """A channel of a pair and tag that a thread uses, so that no other thread drops it meanwhile.
+
+    Else two channels would count the same messages.
+    """
+
+    __slots__ = ("_args", "_channel")
+
+    def __init__(
+        self, communicator: Communicator, context: Any, source: int, dest: int, tag: int
+    ) -> None:
+        self._args = communicator, context, source, dest, tag
+
+    def __enter__(self) -> Any:
+        with _channels_lock:
+            self._channel: P2PChannel = _channel_of(*self._args)
+            self._channel.users += 1
+        return self._channel
+
+    def __exit__(self, *_: object) -> None:
+        with _channels_lock:
+            self._channel.users -= 1
+
+
+def _channel_of(communicator: Communicator, context: Any, source: int, dest: int, tag: int) -> Any:
     channels = communicator.streams
     found = channels.get((source, dest, tag))
     if found is None:
@@ -173,69 +130,11 @@ def channel_of(communicator: Communicator, context: Any, source: int, dest: int,
 def _drop_idle(channels: dict[tuple[int, int, int], P2PChannel]) -> None:
     for key, channel in list(channels.items()):
         stream, engine = channel.stream, channel.stream.engine
-        if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
-            channels.pop(key, None)  # another thread may have dropped it
+        is_used = channel.users or stream.busy.locked()
+        if engine is not None and not is_used and engine.is_idle(stream.identity):
+            del channels[key]
             channel.retire()
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
-
-
-# -- which messages were found ---------------------------------------------------------------------
-
-
-class MatchLog:
-    """The messages that the probes and receives from any source of a rank have found.
-
-    `match_log` writes them to a file of a folder, one line each: identity of the group, number of
-    the call in it, source, tag. `match_replay` reads such a file, and the calls find the same ones.
-    """
-
-    def __init__(self, log: str, replay: str, rank: int) -> None:
-        self._name = f"matches-{rank}.log"
-        self._path = os.path.join(log, self._name) if log else ""
-        self._mode = os.O_TRUNC
-        self._found: dict[tuple[int, int], tuple[int, int]] = {}
-        self._last: dict[int, int] = {}  # last call of each group that found something
-        if log:
-            check_folder(log, MATCH_LOG)
-        if replay:
-            self._read(os.path.join(replay, self._name))
-
-    def _read(self, path: str) -> None:
-        try:
-            for line in Path(path).read_text(encoding="utf-8").splitlines():
-                group, call, source, tag = (int(word, 16) for word in line.split())
-                self._found[group, call] = source, tag
-                self._last[group] = max(call, self._last.get(group, 0))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"match_replay: {path} cannot be read: {error}. Name a folder that "
-                f"{MATCH_LOG} has made, in a job of as many ranks"
-            ) from error
-
-    def add(self, group: int, call: int, found: MessageInfo) -> None:
-        """Write which message a call has found."""
-        if not self._path:
-            return
-        line = f"{group:x} {call:x} {found.source:x} {found.tag:x}\n"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | self._mode
-        try:
-            file = os.open(self._path, flags, REQUESTED)
-            try:
-                os.write(file, line.encode())
-            finally:
-                os.close(file)
-        except OSError as error:
-            report_lost_file(LostFile(self._path, MATCH_LOG, write_error_text(error)))
-            self._path = ""  # a log with a hole would mislead a replay
-        self._mode = 0
-
-    def recorded(self, group: int, call: int) -> tuple[int, int] | None:
-        """Return the source and tag that a call found in the recorded run."""
-        return self._found.get((group, call))
-
-    def found_nothing(self, group: int, call: int) -> bool:
-        """Return whether a call of the recorded run found nothing, and a later one something."""
-        return call < self._last.get(group, 0) and (group, call) not in self._found
 
 
 # -- messages that have come -----------------------------------------------------------------------
@@ -315,7 +214,7 @@ class MessageMatcher:
         if found is None:
             return None
         key, form = found
-        return _info_of(source, tag_of(key[0], acceptor.pair) or 0, form)
+        return info_of(source, tag_of(key[0], acceptor.pair) or 0, form)
 
     def _find_early(self, source: int, acceptor: _Acceptor) -> MessageInfo | None:
         """Return a message over a link whose first frames have come before their receive."""
@@ -327,7 +226,7 @@ class MessageMatcher:
             record = _record_in(frames) if acceptor(key) else None
             if record is not None:
                 form = MessageForm(record.kind, dtype_from_index(record.dtype), record.shape)
-                return _info_of(source, tag_of(key[0], acceptor.pair) or 0, form)
+                return info_of(source, tag_of(key[0], acceptor.pair) or 0, form)
         return None
 
     def find_or_poll(self, sources: Sequence[int], tag: int | None) -> MessageInfo | None:
@@ -413,27 +312,32 @@ class MessageMatcher:
     def _call_info(self, spec: CollectiveSpec) -> CallInfo:
         return CallInfo(spec, self._identity, self._members, spec.fingerprint)
 
-    def channel(self, found: MessageInfo) -> RecvChannel:
+    def channel(self, found: MessageInfo) -> UsedChannel:
         """Return the channel of a message that another rank has sent."""
-        channel: RecvChannel = channel_of(
-            self.communicator, self._context, found.source, self.rank, found.tag
-        )
-        return channel
+        return UsedChannel(self.communicator, self._context, found.source, self.rank, found.tag)
 
-    def claim(self, found: MessageInfo, args: ReceiveArgs) -> Request | None:
-        """Return the ordinary receive of a message, as the driver.
+    def claim(self, wait: MessageWait, args: ReceiveArgs) -> Request | None:
+        """Return the ordinary receive of the message that a wait has found, as the driver.
 
         None: another thread is faster. The receive has its number, and the engine does not know it.
         """
+        found = wait.found
+        assert found is not None
         if found.source == self.rank:
-            work = self.mailbox.receive(found.tag, args, async_op=True)
-            return work.request if work.has_message else None
-        channel = self.channel(found)
-        stream = channel.stream
+            return self.mailbox.take(found, args)
+        with self.channel(found) as channel:
+            return self._claimed(channel, wait, args)
+
+    def _claimed(
+        self, channel: RecvChannel, wait: MessageWait, args: ReceiveArgs
+    ) -> Request | None:
+        stream, found = channel.stream, wait.found
+        assert found is not None
         if not stream.busy.acquire(blocking=False):
             return None
         try:
-            if self.find((found.source,), found.tag) is None:
+            wait.found = found = self.find((found.source,), found.tag)
+            if found is None:
                 return None
             call = stream.next_call
             stream.next_call = call + 1
@@ -559,8 +463,7 @@ class _ClaimWait(MessageWait):
     def is_reached(self) -> bool:
         """Return whether a message has come and its receive has a number."""
         if super().is_reached():
-            assert self.found is not None
-            self.receive = self._matcher.claim(self.found, self._args)
+            self.receive = self._matcher.claim(self, self._args)
         return self.receive is not None
 
 
@@ -675,15 +578,21 @@ def receive_any(
     call, sources, tag, _ = search
     found = matcher.find_or_poll(sources, tag)
     if len(ranks) == 1 or (found is not None and found.source == matcher.rank):
-        own: AnyMessage = matcher.mailbox.receive(tag, args, async_op=False, is_any=True)
         if found is not None:
             matcher.record(spec, call, found, begin)
+        own: AnyMessage = matcher.mailbox.receive(tag, args, async_op=False, is_any=True)
         return own
     if found is not None:
-        delivered = matcher.channel(found).receive(_exact(args, found), None, waits=False)
+        try:
+            with matcher.channel(found) as channel:
+                delivered = channel.receive(args, None, waits=False)
+        except ConfigError:  # the message is consumed
+            matcher.record(spec, call, found, begin)
+            raise
         if delivered is not None:
             matcher.record(spec, call, found, begin)
-            return AnyMessage(found.source, delivered.result, found.tag, found.is_object)
+            is_object = delivered.kind == BYTES
+            return AnyMessage(found.source, delivered.result, found.tag, is_object)
     result: AnyMessage = _started(matcher, search, args, spec, allowed).wait()
     return result
 
@@ -721,164 +630,3 @@ def _started(
     if not request.is_over:
         engine.transport.wake()  # the progress thread continues it
     return Work(engine, request)
-
-
-# -- messages to this rank itself ------------------------------------------------------------------
-
-
-class _OwnMessage(NamedTuple):
-    """A message that waits for its receive."""
-
-    serial: int
-    tag: int
-    kind: int
-    message: NDArray[Any]
-    receipt: Request | None  # of a synchronous send
-
-
-class Mailbox:
-    """Messages that this rank has sent to itself, or receives that wait for them, by tag.
-
-    No other rank takes part and nobody waits, so they need no engine, ring or link, and a send of
-    any size ends at once. A world of one rank has only these messages.
-    """
-
-    def __init__(self, queues: dict[int | None, deque[Any]], rank: int) -> None:
-        self._queues = queues
-        self._rank = rank
-
-    def put(self, tag: int, kind: int, message: NDArray[Any], *, synchronous: bool = False) -> Work:
-        """Pass a message to the oldest receive, or keep it; return the work of the send."""
-        receipt = Request(PendingRecord(TO_ITSELF, 0, 0), None) if synchronous else None
-        one = _OwnMessage(next(_serials), tag, kind, message, receipt)
-        with _lock:
-            first = self._popped(_OwnReceive, tag, ANY_TAG)
-            if first is None:
-                self._queues.setdefault(tag, deque()).append(one)
-                return ended() if receipt is None else _OwnSend(self.unreceived(), receipt)
-        first.accept(one)
-        return ended()
-
-    def has_receive(self, tag: int) -> bool:
-        """Return whether a receive waits for a message with this tag."""
-        return any(isinstance(one, _OwnReceive) for one in self._heads((tag, ANY_TAG)))
-
-    def find(self, tag: int | None) -> MessageInfo | None:
-        """Return the oldest message with a tag, or (None) any, without receiving it."""
-        with _lock:
-            heads = self._heads(list(self._queues) if tag is None else (tag,))
-        messages = [one for one in heads if isinstance(one, _OwnMessage)]
-        if not messages:
-            return None
-        first = min(messages, key=lambda one: one.serial)
-        form = MessageForm(first.kind, first.message.dtype, first.message.shape)
-        return _info_of(self._rank, first.tag, form)
-
-    def receive(
-        self, tag: int | None, args: ReceiveArgs, *, async_op: bool, is_any: bool = False
-    ) -> Any:
-        """Receive the oldest message, or start a receive of the next one; raise UsageError.
-
-        With `is_any` the result is an `AnyMessage`.
-        """
-        name = RECV_NAMES[args.kind]
-        with _lock:
-            tags = list(self._queues) if tag is None else (tag,)
-            first = self._popped(_OwnMessage, *tags)
-            if first is None and async_op:
-                refusal = self.refusal(name, tag, "wait after that")
-                receive = _OwnReceive(refusal, args, rank=self._rank if is_any else None)
-                self._queues.setdefault(tag, deque()).append(receive)
-                return receive
-        if first is None:
-            shown = f"tag={tag}" if is_any else f"{self._rank}, tag={tag}"
-            advice = f"start the receive before: work = sv.{name}({shown}, async_op=True)"
-            raise self.refusal(name, tag, advice)
-        receive = _OwnReceive(None, args, rank=self._rank if is_any else None)
-        receive.accept(first)
-        return receive if async_op else receive.wait()
-
-    def _heads(self, tags: Sequence[int | None]) -> list[Any]:
-        return [self._queues[tag][0] for tag in tags if tag in self._queues]
-
-    def _popped(self, kind: type[_OwnMessage | _OwnReceive], *tags: int | None) -> Any:
-        """Remove and return the oldest of the first items that have this type; else None."""
-        heads = [(tag, self._queues[tag][0]) for tag in tags if tag in self._queues]
-        found = [(tag, head) for tag, head in heads if isinstance(head, kind)]
-        if not found:
-            return None
-        tag, _ = min(found, key=lambda one: one[1].serial)
-        queue = self._queues[tag]
-        if len(queue) == 1:
-            del self._queues[tag]
-        return queue.popleft()
-
-    def refusal(self, name: str, tag: int | None, advice: str) -> UsageError:
-        """Return the error of a wait for a message that nobody else could send."""
-        which = "any tag" if tag is None else f"tag {tag}"
-        return UsageError(
-            f"{name} from rank {self._rank}, which is this one: it has sent itself nothing with "
-            f"{which}, and nobody else would end this wait. Send first, or {advice}"
-        )
-
-    def unreceived(self) -> UsageError:
-        """Return the error of a synchronous send whose receive has not begun."""
-        return UsageError(
-            f"a synchronous send from rank {self._rank} to itself waits for its receive, and "
-            "nobody else would end this wait. Start the receive before the send: "
-            f"work = sv.recv({self._rank}, async_op=True)"
-        )
-
-
-class _OwnReceive(Work):
-    """A receive from this rank itself; with a `refusal` it was started before its message."""
-
-    def __init__(self, refusal: UsageError | None, args: ReceiveArgs, *, rank: int | None) -> None:
-        self.serial = next(_serials)
-        self._refusal = refusal
-        self._args = args
-        self._rank = rank  # None, or this rank for a receive from any source
-        super().__init__(None, Request(PendingRecord(TO_ITSELF, 0, 0), None))
-
-    @property
-    def request(self) -> Request:
-        """The request that this work waits for."""
-        return self._request
-
-    @property
-    def has_message(self) -> bool:
-        """Whether the message has come."""
-        return self._request.is_over
-
-    def accept(self, one: _OwnMessage) -> None:
-        """Complete with a message, and a synchronous send of it."""
-        try:
-            result = self._args.finish(one.kind, one.message)
-        except SyncvarError as error:  # the receive fails, not the send
-            self._request.fail(error)
-        else:
-            if self._rank is not None:
-                result = AnyMessage(self._rank, result, one.tag, one.kind == BYTES)
-            self._request.complete(result)
-        if one.receipt is not None:
-            one.receipt.complete(None)
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Return the message; raise UsageError, now or again later, if it has not been sent."""
-        if not self._request.is_over and self._refusal is not None:
-            raise self._refusal
-        return super().wait(timeout)
-
-
-class _OwnSend(Work):
-    """A synchronous send to this rank itself that waits for its receive."""
-
-    def __init__(self, refusal: UsageError, receipt: Request) -> None:
-        self._refusal = refusal
-        super().__init__(None, receipt)
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Return; raise UsageError, now or again later, if nobody has received the message."""
-        if not self._request.is_over:
-            raise self._refusal
-        return super().wait(timeout)

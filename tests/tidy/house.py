@@ -94,7 +94,7 @@ GOALS = {
     "functions with more than 7 parameters": 25,
     "suppressions of C901, PLR09 and FBT": 60,
     "import circles": 0,
-    "files": 280,
+    "files": 284,
     "lines": 64_000,
     "adapter files": 45,
     "adapter lines": 12_000,

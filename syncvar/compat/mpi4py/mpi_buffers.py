@@ -440,6 +440,14 @@ def simple_region(message: Any, blocks: int = 1) -> Region:
     return _region(memory, displacement * extent, room // extent, datatype)
 
 
+def writable_region(message: Any) -> Region:
+    """Return the elements of a buffer for a receive; raise BufferError if it is read-only."""
+    region = simple_region(message)
+    if not region.memory.flags.writeable:
+        raise BufferError("message: the buffer of a receive must be writable")
+    return region
+
+
 def _simple_parts(message: Sequence[Any]) -> tuple[BufferMemory | None, Datatype, int | None, int]:
     parts = list(message)
     if not 1 <= len(parts) <= 4:

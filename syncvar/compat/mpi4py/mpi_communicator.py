@@ -19,6 +19,7 @@ from syncvar.compat.mpi4py.mpi_buffers import (
     BufferAutomaticType,
     buffer,
     simple_region,
+    writable_region,
 )
 from syncvar.compat.mpi4py.mpi_datatypes import AttributesMixin
 from syncvar.compat.mpi4py.mpi_errors import (
@@ -89,6 +90,12 @@ class CommState:
         if self.send_buffer is not None:
             raise MpiException(const.ERR_BUFFER, "a buffer is attached already")
         self.send_buffer = BUFFER_AUTOMATIC if buf is None else buf
+
+    def keep_buffered(self, operation: SendOperation) -> None:
+        """Remember a buffered send that has not ended."""
+        self.buffered = [one for one in self.buffered if not one.is_over()]
+        if not operation.is_over():
+            self.buffered.append(operation)
 
     def flush(self) -> None:
         """Wait until all buffered sends have ended."""
@@ -163,7 +170,7 @@ class Message:
             return _no_message()
         if self._port is None or self._arrived is None:
             raise MpiException(const.ERR_REQUEST, "the message is MESSAGE_NULL")
-        region = None if is_object else simple_region(buf)
+        region = None if is_object else writable_region(buf)
         arrived = self._arrived
         operation = ReceiveOperation(self._port, region, arrived.source, arrived.tag)
         operation.take(arrived)
@@ -486,12 +493,14 @@ class Comm(AttributesMixin, HandlerMixin):
         _check_rank_and_tag(dest, tag, state.size)
         return self._begin_bytes(simple_region(buf).packed(), dest, tag, mode=mode, waits=waits)
 
-    def _begin_object(self, obj: Any, dest: int, tag: int = 0, *, mode: str = "") -> Operation:
+    def _begin_object(
+        self, obj: Any, dest: int, tag: int = 0, *, mode: str = "", waits: bool = False
+    ) -> Operation:
         if dest == const.PROC_NULL:
             return _no_message()
         _check_rank_and_tag(dest, tag, self.state.size)
         data = np.frombuffer(mpi_objects.pickle.dumps(obj), np.uint8)
-        return self._begin_bytes(data, dest, tag, mode=mode)
+        return self._begin_bytes(data, dest, tag, mode=mode, waits=waits)
 
     def _begin_bytes(
         self, data: Any, dest: int, tag: int, *, mode: str, waits: bool = False
@@ -500,7 +509,7 @@ class Comm(AttributesMixin, HandlerMixin):
         port = self.state.port
         operation = port.send(data, dest, tag, is_synchronous=is_synchronous, waits=waits)
         if mode == "buffered":
-            self.state.buffered.append(operation)
+            self.state.keep_buffered(operation)
             return Operation()  # has ended for the program
         return operation
 
@@ -554,7 +563,7 @@ class Comm(AttributesMixin, HandlerMixin):
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object."""
-        self._begin_object(obj, dest, tag).wait()
+        self._begin_object(obj, dest, tag, waits=True).wait()
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Send an object; return when a receive has taken it."""
@@ -584,7 +593,7 @@ class Comm(AttributesMixin, HandlerMixin):
         if source == const.PROC_NULL:
             return _no_message()
         _check_source_and_tag(source, tag, state.size)
-        region = None if is_object else simple_region(buf)
+        region = None if is_object else writable_region(buf)
         return ReceiveOperation(state.port, region, source, tag)
 
     def _begin_receive(
@@ -625,7 +634,7 @@ class Comm(AttributesMixin, HandlerMixin):
             self._receive_now(buf, source, tag, status, is_object=False)
             return
         _check_source_and_tag(source, tag, state.size)
-        operation = state.port.receive_quick(simple_region(buf), source, tag, status)
+        operation = state.port.receive_quick(writable_region(buf), source, tag, status)
         if operation is not None:
             MpiRequest.of(operation).finish(status)
 

@@ -43,6 +43,7 @@ class TypeLayout:
         bounds: Lower bound and upper bound in bytes.
         basics: Sizes in bytes of the basic elements; one size if all are equal.
         dtype: dtype of the basic elements, if all have one.
+        alignment: Largest alignment in bytes of the basic elements; 0 if the program set bounds.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TypeLayout:
         bounds: tuple[int, int],
         basics: tuple[int, ...],
         dtype: np.dtype[Any] | None,
+        alignment: int = 1,
     ) -> None:
         self.starts, self.lengths = _merged(starts, lengths)
         self.lb, self.ub = bounds
@@ -61,6 +63,7 @@ class TypeLayout:
         self.true_ub = int((self.starts + self.lengths).max()) if len(self.starts) else 0
         self.basics = basics
         self.dtype = dtype
+        self.alignment = alignment
         self.is_dense = (
             self.size == self.extent
             and len(self.starts) == 1
@@ -92,7 +95,7 @@ class TypeLayout:
             bounds = (self.lb + low, self.ub + high) if len(shifts) else (0, 0)
         basics = self.basics if len(self.basics) == 1 else self.basics * len(shifts)
         lengths = np.tile(self.lengths, len(shifts))
-        return TypeLayout(starts, lengths, bounds, basics, self.dtype)
+        return TypeLayout(starts, lengths, bounds, basics, self.dtype, self.alignment)
 
     def pack(self, memory: Bytes, origin: int, count: int) -> Bytes:
         """Return the bytes of elements; a view if they are contiguous."""
@@ -158,13 +161,18 @@ def _basic_layout(dtype: np.dtype[Any]) -> TypeLayout:
         sizes = [field[0].itemsize for field in fields]
         starts = np.array([field[1] for field in fields], np.intp)
         layout = TypeLayout(
-            starts, np.array(sizes, np.intp), (0, dtype.itemsize), tuple(sizes), None
+            starts,
+            np.array(sizes, np.intp),
+            (0, dtype.itemsize),
+            tuple(sizes),
+            None,
+            dtype.alignment,
         )
         layout.dtype = np.dtype([(name, dtype[name]) for name in dtype.names])  # as packed
         return layout
     size = dtype.itemsize
     runs = np.array([0], np.intp), np.array([size], np.intp)
-    return TypeLayout(*runs, (0, size), (size,), dtype)
+    return TypeLayout(*runs, (0, size), (size,), dtype, dtype.alignment)
 
 
 class Datatype:
@@ -367,7 +375,8 @@ class Datatype:
     def Create_resized(self, lb: int, extent: int) -> Datatype:
         """Return the same data with another lower bound and extent."""
         old = self.layout
-        layout = TypeLayout(old.starts, old.lengths, (lb, lb + extent), old.basics, old.dtype)
+        bounds = lb, lb + extent
+        layout = TypeLayout(old.starts, old.lengths, bounds, old.basics, old.dtype, alignment=0)
         envelope = Envelope(const.COMBINER_RESIZED, (), (lb, extent), (self,))
         return self._derived(layout, envelope)
 
@@ -573,22 +582,32 @@ def _steps(count: int, stride: int) -> Offsets:
 
 
 def _joined(parts: list[TypeLayout]) -> TypeLayout:
-    """Return the layout of several layouts one after another."""
+    """Return the layout of several layouts one after another.
+
+    As in C, the end is padded to the largest alignment, unless the program has set bounds.
+    """
     filled = [part for part in parts if len(part.starts)]
+    basics: tuple[int, ...]
     if not filled:
         empty = np.zeros(0, np.intp)
         return TypeLayout(empty, empty, (0, 0), (1,), None)
     starts = np.concatenate([part.starts for part in filled])
     lengths = np.concatenate([part.lengths for part in filled])
-    bounds = min(part.lb for part in filled), max(part.ub for part in filled)
+    low, high = min(part.lb for part in filled), max(part.ub for part in filled)
+    alignments = [part.alignment for part in filled]
+    alignment = max(alignments) if all(alignments) else 0
+    if alignment:
+        high = low - (low - high) // alignment * alignment
+    bounds = low, high
     dtypes = {part.dtype for part in filled}
     if len(dtypes) == 1 and all(len(part.basics) == 1 for part in filled):
-        return TypeLayout(starts, lengths, bounds, filled[0].basics, dtypes.pop())
-    basics: tuple[int, ...] = ()
+        basics, dtype = filled[0].basics, dtypes.pop()
+        return TypeLayout(starts, lengths, bounds, basics, dtype, alignment)
+    basics = ()
     for part in filled:
         repeat = part.elements if len(part.basics) == 1 else 1
         basics += part.basics * repeat
-    return TypeLayout(starts, lengths, bounds, basics, None)
+    return TypeLayout(starts, lengths, bounds, basics, None, alignment)
 
 
 def _owned(length: int, distribution: int, argument: int, ranks: int, place: Any) -> Offsets:

@@ -38,6 +38,7 @@ HEADER_TAG, DATA_TAG = 0, 1  # tags of syncvar
 _HEADER = struct.Struct("<iiqq")  # flags, tag, bytes, number of the send
 _HEADER_BYTES = _HEADER.size
 _FOLLOWS, _SYNCHRONOUS, _ACKNOWLEDGES = 1, 2, 4  # flags
+_READS_MAX = 1000  # messages of one look
 _SPINS = 50  # looks before a wait sleeps
 _SLEEP_MIN_S, _SLEEP_MAX_S = 2e-5, 1e-3
 
@@ -238,7 +239,10 @@ class CollectiveOperation(Operation):
         self._work = self._finish = None
         if work is not None:
             result = work.wait()
-            self.value = result if finish is None else finish(result)
+            try:
+                self.value = result if finish is None else finish(result)
+            except MpiException as error:
+                self.error = error
 
 
 class MessagePort:
@@ -261,9 +265,12 @@ class MessagePort:
     # -- sends
 
     def send_quick(self, data: Bytes, dest: int, tag: int) -> bool:
-        """Send a short message to another rank; return whether it was short."""
+        """Send a short message to another rank; return whether that was possible.
+
+        It is not while receives are open: the other rank may wait until they go on.
+        """
         size = data.size
-        if size > EAGER_BYTES or dest == self.rank:
+        if size > EAGER_BYTES or dest == self.rank or MESSAGES.is_receiving:
             return False
         message = np.empty(_HEADER_BYTES + size, np.uint8)
         _HEADER.pack_into(message.data, 0, 0, tag, size, 0)
@@ -274,8 +281,9 @@ class MessagePort:
     def send(
         self, data: Bytes, dest: int, tag: int, *, is_synchronous: bool = False, waits: bool = False
     ) -> SendOperation:
-        """Send bytes; with `waits` return only when `data` may change."""
+        """Send bytes; with `waits` perhaps return only when `data` may change."""
         operation = SendOperation()
+        goes_on = not waits or MESSAGES.is_receiving
         if dest == self.rank:
             return self._send_to_self(data, tag, operation, is_synchronous=is_synchronous)
         flags = number = 0
@@ -290,15 +298,13 @@ class MessagePort:
             message = np.empty(_HEADER_BYTES + size, np.uint8)
             _HEADER.pack_into(message.data, 0, flags, tag, size, number)
             message[_HEADER_BYTES:] = data
-            _send(message, dest, group=self.group)
+            work = _send(message, dest, group=self.group, async_op=goes_on)
+            operation.work = None if work is None or work.done() else work
             return operation
         message = np.empty(_HEADER_BYTES, np.uint8)
         _HEADER.pack_into(message.data, 0, flags | _FOLLOWS, tag, size, number)
-        _send(message, dest, group=self.group)
-        if waits and not MESSAGES.is_receiving:
-            _send(data, dest, tag=DATA_TAG, group=self.group)
-        else:
-            operation.work = _send(data, dest, tag=DATA_TAG, group=self.group, async_op=True)
+        _send(message, dest, group=self.group, async_op=goes_on)
+        operation.work = _send(data, dest, tag=DATA_TAG, group=self.group, async_op=goes_on)
         return operation
 
     def _send_to_self(
@@ -413,10 +419,13 @@ class MessagePort:
         return found - {self.rank}
 
     def poll(self) -> None:
-        """Take all messages that have come from the ranks of `sources`."""
-        for source in self.sources():
+        """Take messages that have come from the ranks of `sources`.
+
+        One look takes so many at most. Else a rank that sends without end would hold this one up.
+        """
+        for source in self.sources() if self.size > 1 else ():
             wanted = None if source == const.ANY_SOURCE else source
-            while self.size > 1:
+            for _ in range(_READS_MAX):
                 info = sv.probe(wanted, tag=HEADER_TAG, group=self.group, wait=False)
                 if info is None:
                     break
@@ -492,7 +501,7 @@ class _Acknowledgement:
     def __call__(self) -> None:
         message = np.empty(_HEADER_BYTES, np.uint8)
         _HEADER.pack_into(message.data, 0, _ACKNOWLEDGES, 0, 0, self._number)
-        _send(message, self._source, group=self._port.group)
+        _send(message, self._source, group=self._port.group, async_op=True)
 
 
 class MessageProgress:

@@ -156,3 +156,6 @@ class Operation:
 
     def cancel(self) -> None:
         """Give up the operation if nothing has happened; else do nothing."""
+
+    def forget(self) -> None:
+        """Note that no request refers to the operation any more."""

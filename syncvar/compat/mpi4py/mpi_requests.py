@@ -66,6 +66,7 @@ class MpiRequest:
         if status is not None:
             status.assign(operation.status)
             status._is_cancelled = operation.is_cancelled
+        operation.forget()
         if operation.error is not None:
             raise operation.error
         return operation.value
@@ -129,7 +130,10 @@ class MpiRequest:
         """Make this a null request; the operation continues."""
         if not self:
             raise MpiException(const.ERR_REQUEST, "the request is REQUEST_NULL")
+        operation = self.active
         self._operation = self._call = None
+        if operation is not None:
+            operation.forget()
 
     def free(self) -> None:
         """Make this a null request if it is not."""
@@ -441,7 +445,7 @@ class _GeneralOperation(Operation):
         super().__init__()
         self._query, self._free, self._cancel = functions
         self._args, self._kwargs = tuple(args or ()), dict(kwargs or {})
-        self.is_complete = False
+        self.is_complete = self._is_forgotten = False
 
     def test(self) -> bool:
         """Return whether the operation has ended, after a little progress."""
@@ -454,9 +458,23 @@ class _GeneralOperation(Operation):
         MESSAGES.wait_first([self])
 
     def cancel(self) -> None:
-        """Give up a receive that has found no message."""
+        """Let the program give up the operation."""
         if self._cancel is not None:
             self._cancel(self.is_complete, *self._args, **self._kwargs)
+
+    def complete(self) -> None:
+        """Note that the operation has ended."""
+        self.is_complete = True
+        if self._is_forgotten:
+            self.forget()
+
+    def forget(self) -> None:
+        """Call the program's function for that once, and not before the end."""
+        self._is_forgotten = True
+        free, args, kwargs = self._free, self._args, self._kwargs
+        if self.is_complete and free is not None:
+            self._free = None
+            free(*args, **kwargs)
 
 
 class Grequest(MpiRequest):
@@ -485,13 +503,13 @@ class Grequest(MpiRequest):
     def Complete(self) -> None:
         """Declare the operation ended."""
         if isinstance(self._operation, _GeneralOperation):
-            self._operation.is_complete = True
+            self._operation.complete()
 
     def complete(self, obj: Any = None) -> None:
         """Declare the operation ended, with an object as its result."""
-        self.Complete()
         if self._operation is not None:
             self._operation.value = obj
+        self.Complete()
 
 
 REQUEST_NULL = MpiRequest()

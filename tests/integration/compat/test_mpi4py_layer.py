@@ -11,7 +11,7 @@ LAYER = ["-m", "syncvar.compat.mpi4py"]
 @pytest.mark.parametrize(
     "env",
     [
-        {},
+        {"SYNCVAR_WINDOW_BYTES": "65536"},
         pytest.param({"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
         pytest.param({"SYNCVAR_CALL_RUNNER": "python"}, marks=pytest.mark.slow),
     ],
@@ -20,7 +20,7 @@ LAYER = ["-m", "syncvar.compat.mpi4py"]
 def test_calls_of_the_layer(launch, env):
     job = launch(target=[str(RANK_SCRIPTS / "mpi4py_calls.py")], workers=3, env=env)
     assert job.wait() == 0, job
-    assert job.lines(0) == ["checked 9 subjects"]
+    assert job.lines(0) == ["checked 12 subjects"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ import pytest
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.p2p_channel import TAG_MAX, pair_identity, stream_identity, tag_of
+from syncvar.runtime.p2p_channel import (
+    EITHER,
+    TAG_MAX,
+    ReceiveArgs,
+    pair_identity,
+    stream_identity,
+    tag_of,
+)
+from syncvar.runtime.p2p_matching import matcher_of
 from syncvar.testing import run_ranks
 from tests.support.fake_tensors import Tensor
 
@@ -352,6 +360,23 @@ def test_a_replay_finds_the_recorded_messages(ranks, tmp_path):
     assert first[0][0] == 1
 
 
+def test_a_replay_repeats_a_receive_that_has_failed(ranks, tmp_path):
+    def fn():
+        if sv.rank():
+            sv.send(np.ones(2), 0)
+            sv.send(3.0, 0)
+            sv.barrier()
+            return None
+        sv.barrier()
+        with pytest.raises(sv.ConfigError, match="out has shape"):
+            sv.recv_any(out=np.zeros(5))
+        return float(sv.recv_any().value)
+
+    folder = str(tmp_path)
+    assert ranks(2, fn, match_log=folder)[0] == 3.0
+    assert ranks(2, fn, match_replay=folder)[0] == 3.0
+
+
 def test_a_replay_of_another_program_is_an_error(ranks, tmp_path):
     def fn(probes):
         if sv.rank() == 1:
@@ -438,6 +463,22 @@ def test_messages_to_oneself_from_any_source(ranks, size):
         return two.value, three.tag, int(three.value)
 
     assert ranks(size, fn) == [("text", 11, 5)] * size
+
+
+def test_a_started_receive_from_any_source_takes_no_later_message_of_its_own():
+    """Another thread receives the message between the look and the receive."""
+
+    def fn():
+        matcher = matcher_of(current().world, current())
+        sv.send(1.0, 0, tag=3)
+        found = matcher.find((0,), 3)
+        assert sv.recv(0, tag=3) == 1.0
+        assert matcher.mailbox.take(found, ReceiveArgs(EITHER)) is None
+        sv.send_object("text", 0, tag=3)  # another message than the one that was found
+        assert matcher.mailbox.take(found, ReceiveArgs(EITHER)) is None
+        return sv.recv_object(0, tag=3)
+
+    assert run_ranks(1, fn, timeout_s=60) == ["text"]
 
 
 def test_a_world_of_one_that_has_sent_itself_nothing():

@@ -12,7 +12,7 @@ from syncvar._native.constants import EntryForm
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.p2p_matching import channel_of
+from syncvar.runtime.p2p_matching import UsedChannel, channel_of
 from syncvar.shm import message_ring
 from syncvar.shm.message_ring import RingTable, array_code
 from syncvar.testing import run_ranks
@@ -458,6 +458,30 @@ def test_a_message_is_kept_whose_receive_another_thread_begins_while_it_is_looke
         assert (sv.recv(0, tag=1) == 1).all()
 
     everywhere(2, fn, shared=True, config=SOON)
+
+
+def test_a_channel_is_not_dropped_between_its_lookup_and_its_message():
+    """Meanwhile many tags are used, each with a channel of its own."""
+    tags = 300
+
+    def fn():
+        other = 1 - sv.rank()
+        if sv.rank() == 0:
+            with UsedChannel(current().world, current(), 0, 1, 5) as channel:
+                for tag in range(10, tags):  # as another thread
+                    sv.send(tag, 1, tag=tag)
+                again = channel_of(current().world, current(), 0, 1, 5)
+            assert again is channel
+            sv.send(tags, 1, tag=5)
+            sv.barrier()
+            return len(current().world.streams) < tags - 10
+        received = [int(sv.recv(other, tag=tag)) for tag in range(10, tags)]
+        assert received == list(range(10, tags))
+        assert sv.recv(other, tag=5) == tags
+        sv.barrier()
+        return True
+
+    assert everywhere(2, fn, shared=True, config=SOON) == [True, True]
 
 
 def test_a_message_goes_over_a_link_while_its_own_thread_has_the_box():

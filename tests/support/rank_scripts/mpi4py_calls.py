@@ -139,6 +139,22 @@ def long_messages_that_cross():
     assert status.Is_cancelled()
 
 
+def short_messages_that_cross_in_large_numbers():
+    """They take more room than a link has for messages that nobody has received."""
+    count, x, y = 400, np.full(1000, float(RANK)), np.empty((400, 1000))
+    requests = [COMM.Isend(x, RIGHT) for _ in range(count)]
+    for i in range(count):
+        COMM.Recv(y[i], LEFT)
+    MPI.Request.Waitall(requests)
+    assert (y == LEFT).all()
+    y[...] = -1
+    requests = [COMM.Irecv(y[i], LEFT) for i in range(count)]
+    for _ in range(count):
+        COMM.Send(x, RIGHT)
+    MPI.Request.Waitall(requests)
+    assert (y == LEFT).all()
+
+
 def communicators_and_topologies():
     part = COMM.Split(RANK % 2, -RANK)
     assert part.allgather(RANK) == ([2, 0] if RANK % 2 == 0 else [1])
@@ -192,6 +208,39 @@ def windows_of_shared_memory():
     window.Free()
 
 
+def generalized_requests_tell_the_program_when_they_are_forgotten():
+    forgotten = []
+
+    def start(number):
+        return MPI.Grequest.Start(None, forgotten.append, None, (number,))
+
+    waited, freed, early = map(start, range(3))
+    waited.Complete()
+    assert not forgotten
+    waited.Wait()
+    assert forgotten == [0]
+    freed.Complete()
+    freed.Free()
+    assert forgotten == [0, 1]
+    end = MPI.Grequest(early)
+    early.Free()
+    assert forgotten == [0, 1]  # the operation has not ended
+    end.complete("value")
+    assert forgotten == [0, 1, 2]
+
+
+def read_only_buffers():
+    x = np.zeros(3)
+    x.flags.writeable = False
+    for receive in (COMM.Recv, COMM.Irecv):
+        try:
+            receive(x, LEFT)
+        except BufferError:
+            continue
+        raise AssertionError(receive)
+    COMM.Sendrecv(x, RIGHT, 0, np.empty(3), LEFT)
+
+
 def errors_and_what_is_not_there():
     assert error_class(COMM.Send, np.zeros(1), SIZE) == MPI.ERR_RANK
     assert error_class(COMM.bcast, 1, root=-1) == MPI.ERR_ROOT
@@ -217,8 +266,11 @@ CHECKS = (
     started_and_persistent_calls,
     messages_of_any_source_and_tag,
     long_messages_that_cross,
+    short_messages_that_cross_in_large_numbers,
     communicators_and_topologies,
     windows_of_shared_memory,
+    generalized_requests_tell_the_program_when_they_are_forgotten,
+    read_only_buffers,
     errors_and_what_is_not_there,
     objects_by_pickle_only_where_the_program_asks,
 )

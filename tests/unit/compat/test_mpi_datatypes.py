@@ -56,6 +56,20 @@ def test_a_derived_datatype_packs_what_numpy_selects_and_puts_it_back(datatype, 
     assert all(target[i] == GRID.flat[i] for i in changed)
 
 
+@pytest.mark.parametrize(
+    ("datatype", "extent"),
+    [
+        (Datatype.Create_struct([1, 1], [0, 8], [DOUBLE, INT]), 16),
+        (Datatype.Create_struct([1, 1], [0, 4], [INT, BYTE]), 8),
+        (Datatype.Create_struct([3, 1], [0, 3], [BYTE, BYTE]), 4),
+        (Datatype.Create_struct([1, 1], [0, 4], [INT, BYTE]).Create_resized(0, 5), 5),
+        (Datatype.Create_struct([1, 1], [0, 8], [DOUBLE, INT.Create_resized(0, 4)]), 12),
+    ],
+)
+def test_a_struct_ends_where_a_struct_of_c_ends(datatype, extent):
+    assert datatype.Get_extent() == (0, extent)
+
+
 def test_resized_elements_follow_each_other_at_their_extent():
     column = DOUBLE.Create_vector(6, 1, 10).Create_resized(0, 8)
     assert column.Get_extent() == (0, 8)
