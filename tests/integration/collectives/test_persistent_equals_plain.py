@@ -295,7 +295,7 @@ def test_thousands_of_random_calls(short_segments, layout, size, seed):
     ("layout", "size"),
     [
         ("kernel", 2),
-        ("kernel", 4),
+        pytest.param("kernel", 4, marks=pytest.mark.nightly),
         ("shm", 2),
         ("shm", 3),
         pytest.param("shm", 4, marks=pytest.mark.nightly),
