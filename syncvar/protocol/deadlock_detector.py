@@ -28,7 +28,6 @@ _MISMATCH = (
     "with the same shape and dtype, and none of them inside `if sv.rank() == 0:`"
 )
 _DEADLOCK = "deadlock: each rank in the table waits for the next one"
-_ALL_ENTERED = "all ranks have entered it, and data are missing"
 _NOT_REPORTED = "has not reported"
 _NO_THREAD_ANSWERS = "no Python thread answers"
 
@@ -230,25 +229,31 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
         late = [rank for rank in ours[0].members if latest.get((rank, group), -1) < call]
         waiting = [report.rank for report in ours]
         others = {rank: first[rank].describe() for rank in late if rank in first}
-        sentence = _stall_sentence(waiting, waited_s, ours[0].describe(), late, others)
-        if len(ours[0].members) == 1:
-            sentence = sentence.replace(_ALL_ENTERED, "no message has come")
+        sentence = _stall_sentence(waiting, waited_s, ours[0], late, others)
         result.append(Stall((group, call), waited_s, sentence, late))
     return result
 
 
 def _stall_sentence(
-    waiting: list[int], waited_s: float, call: str, late: list[int], other_calls: dict[int, str]
+    waiting: list[int],
+    waited_s: float,
+    report: WaitReport,
+    late: list[int],
+    other_calls: dict[int, str],
 ) -> str:
     """Return which ranks wait in a call, for how long, and for which ranks.
 
-    `other_calls` has the text of the call for each late rank that waits in another one.
+    `report` is that of one of them. `other_calls` has the text of the call for each late rank that
+    waits in another one.
     """
-    waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in {call}: "
+    waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in "
+    waits += f"{report.describe()}: "
     if late:
         waits += f"{rank_list(late)} {_have(late)} not entered it"
+    elif len(report.members) == 1:  # a probe, or a receive from any source
+        waits += "no message has come"
     else:
-        waits += _ALL_ENTERED
+        waits += "all ranks have entered it, and data are missing"
     return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in other_calls.items())
 
 
