@@ -220,7 +220,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, buffers: list[TensorBuffer], reduction: TorchReduction | None = None
     ) -> DeliverBuffers | None:
         """Return the delivery of outputs; None if the calls write to the tensors themselves."""
-        divisor = self.size() if reduction is not None and reduction.truncates else 1
+        divisor = 1 if reduction is None else self._divisor(reduction)
         if divisor == 1 and all(buffer.is_direct for buffer in buffers):
             return None
         return DeliverBuffers(buffers, divisor)
@@ -253,9 +253,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         reduction = torch_reduction(_op_of(opts), tensors[0].dtype)
         buffers = self._buffers(tensors)
         options, root = self._options(opts), 0 if opts is None else opts.rootRank
-        array = buffers[0].array
-        if reduction.factor is not None:
-            array = array * array.dtype.type(float(reduction.factor))
+        array = _scaled(buffers[0].array, reduction)
         out = buffers[0].array if root == self.rank() else None
         with self._turn:
             result = reduce(array, reduction.name, root, out=out, **options)
@@ -279,8 +277,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return self._reduce_scatter(output, whole, opts)
         # Of unlike lengths: all ranks get the whole, and keep their part.
         reduction = torch_reduction(_op_of(opts), output.dtype)
-        if reduction.factor is not None:
-            whole *= whole.dtype.type(float(reduction.factor))
+        whole = _scaled(whole, reduction)
         start = sum(flat.size for flat in flats[: self.rank()])
         buffers = self._buffers([output], reads=False)
         with self._turn:
@@ -309,8 +306,7 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _reduce_scatter(self, output: Any, whole: Any, opts: Any) -> CallWork:
         reduction = torch_reduction(_op_of(opts), output.dtype)
-        if reduction.factor is not None:
-            whole = whole * whole.dtype.type(float(reduction.factor))
+        whole = _scaled(whole, reduction)
         buffers = self._buffers([output], reads=False)
         out, options = buffers[0].array, self._options(opts)
         if np.may_share_memory(out, whole):  # torch lets the output be a part of the input
@@ -501,6 +497,12 @@ class SyncvarProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         work = self._work([result], list(tensors), delivery, takes_turn=False)
         delivery.work = work
         return work
+
+
+def _scaled(array: Any, reduction: TorchReduction) -> Any:
+    """Return the input of a reduction: the array, or a new one with the factor of PREMUL_SUM."""
+    factor = reduction.factor
+    return array if factor is None else array * array.dtype.type(float(factor))
 
 
 def _op_of(opts: Any) -> Any:
