@@ -153,7 +153,7 @@ class GradientReducer:
 
 
 class ReducerOptions:
-    """What `DistributedOptimizer` is told about the reduction."""
+    """The options of `DistributedOptimizer` for the reduction."""
 
     def __init__(
         self,

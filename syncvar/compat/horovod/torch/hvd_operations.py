@@ -115,6 +115,23 @@ class AllreduceFunction(torch.autograd.Function):  # type: ignore[misc]
         return None, None, None, *operations.call(call)
 
 
+def _compressed(
+    function: Any,
+    name: str | None,
+    reduction: ScaledOp,
+    process_set: ProcessSet,
+    compression: Any,
+    tensors: Sequence[Any],
+) -> list[Any]:
+    """Compress tensors, combine them by a function with gradients, and decompress the results."""
+    pairs = [compression.compress(one) for one in tensors]
+    results = function.apply(name, reduction, process_set, *(one for one, _ in pairs))
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, pairs, strict=True)
+    ]
+
+
 def group_names(name: str, tensors: Sequence[Any]) -> list[str]:
     """Return the names of the tensors of a call: its own, with numbers if there are several."""
     if len(tensors) == 1:
@@ -148,9 +165,8 @@ def allreduce(
         A new tensor. Gradients flow through it.
     """
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    compressed, context = compression.compress(tensor)
-    (result,) = AllreduceFunction.apply(name, reduction, process_set, compressed)
-    return compression.decompress(result, context)
+    (result,) = _compressed(AllreduceFunction, name, reduction, process_set, compression, [tensor])
+    return result
 
 
 def allreduce_(
@@ -219,12 +235,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Return the averages, or other combinations, of several tensors, made by one call."""
     reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    pairs = [compression.compress(one) for one in tensors]
-    results = AllreduceFunction.apply(name, reduction, process_set, *(one for one, _ in pairs))
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, pairs, strict=True)
-    ]
+    return _compressed(AllreduceFunction, name, reduction, process_set, compression, tensors)
 
 
 def grouped_allreduce_(
@@ -530,10 +541,10 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Return this rank's rows of the average, or another combination, of a tensor of all ranks."""
-    compressed, context = compression.compress(tensor)
     reduction = ScaledOp(op, prescale_factor, postscale_factor)
-    (result,) = ReducescatterFunction.apply(name, reduction, process_set, compressed)
-    return compression.decompress(result, context)
+    arguments = name, reduction, process_set, compression
+    (result,) = _compressed(ReducescatterFunction, *arguments, [tensor])
+    return result
 
 
 def grouped_reducescatter(
@@ -546,14 +557,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Return the same for each of several tensors."""
-    pairs = [compression.compress(one) for one in tensors]
     reduction = ScaledOp(op, prescale_factor, postscale_factor)
-    inputs = [one for one, _ in pairs]
-    results = ReducescatterFunction.apply(name, reduction, process_set, *inputs)
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, pairs, strict=True)
-    ]
+    return _compressed(ReducescatterFunction, name, reduction, process_set, compression, tensors)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
