@@ -1,6 +1,6 @@
 """DistributedDataParallel over syncvar and over gloo: `python bench/torch_ddp.py [--workers 2]`.
 
-Each case is measured in turns over both backends in the same processes. Printed are the medians of
+It measures each case in turns over both backends in the same processes. It prints the medians of
 the slowest rank in milliseconds, and gloo's time divided by syncvar's. `backward` is a whole
 backward pass of a module without computation, `calls` its all-reduces alone, in buckets of 25 MiB.
 """

@@ -14,12 +14,12 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
+from tests.support.foreign_suites import fetch
+
 HERE = Path(__file__).resolve().parent
-MPI4PY_VERSION = "4.1.2"
 MPI4PY_MODULES = (
     "test_cco_buf",
     "test_cco_vec",
@@ -32,19 +32,6 @@ MPI4PY_MODULES = (
 )
 SILENCE_S = 120  # a method that takes longer hangs
 JOB_S = 1800
-
-
-def fetch_mpi4py(folder):
-    """Download the source package of mpi4py, and return its folder."""
-    target = folder / f"mpi4py-{MPI4PY_VERSION}"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        wanted = ["--no-binary", "mpi4py", "--no-deps", f"mpi4py=={MPI4PY_VERSION}"]
-        command = [sys.executable, "-m", "pip", "download", "-q", "-d", str(folder), *wanted]
-        subprocess.run(command, check=True)
-        with tarfile.open(folder / f"mpi4py-{MPI4PY_VERSION}.tar.gz") as package:
-            package.extractall(folder, filter="data")
-    return target
 
 
 class Module:
@@ -127,7 +114,7 @@ class Module:
 
 def run_mpi4py(folder, workers, modules):
     """Run test modules of mpi4py with each number of ranks; return the modules with outcomes."""
-    tests = fetch_mpi4py(folder) / "test"
+    tests = fetch("mpi4py", folder) / "test"
     found = []
     for count in workers:
         for name in modules:

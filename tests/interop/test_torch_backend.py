@@ -1,11 +1,9 @@
 """The backend "syncvar" of torch.distributed, beside gloo and by itself: `pytest -m tensors`."""
 
 import gc
-import importlib
 import subprocess
 import sys
 import threading
-import warnings
 import weakref
 from datetime import timedelta
 from types import SimpleNamespace
@@ -22,16 +20,6 @@ from tests.support.paths import REPOSITORY
 pytestmark = pytest.mark.tensors
 SCRIPTS = REPOSITORY / "tests" / "support" / "rank_scripts"
 SOON = RuntimeConfig(collective_timeout_s=60.0, shutdown_timeout_s=1.0)
-
-
-@pytest.fixture(scope="module")
-def torch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module("torch")
-        importlib.import_module("syncvar.torch")
-    module.set_num_threads(1)
-    return module
 
 
 def group_of(torch, memory=None):

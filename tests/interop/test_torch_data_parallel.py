@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import warnings
 
 import pytest
 
@@ -10,16 +9,6 @@ import syncvar as sv
 from tests.support.harness import caught, everywhere
 
 pytestmark = pytest.mark.tensors
-
-
-@pytest.fixture(scope="module")
-def torch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module("torch")
-        importlib.import_module("syncvar.torch")
-    module.set_num_threads(1)
-    return module
 
 
 def net_of(torch, seed=0):

@@ -1,8 +1,6 @@
 """Training a module of PyTorch by the lines that messages and documents give: `pytest -m tensors`."""
 
-import importlib
 import re
-import warnings
 
 import pytest
 
@@ -11,15 +9,6 @@ from syncvar.core.migration_hints import hint_for
 from tests.support.harness import caught, everywhere
 
 pytestmark = pytest.mark.tensors
-
-
-@pytest.fixture(scope="module")
-def torch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module("torch")
-    module.set_num_threads(1)
-    return module
 
 
 def make(torch, *, equal=True):

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.support.paths import REPOSITORY
 
 RUNNER = REPOSITORY / "tests" / "support" / "rank_scripts" / "run_foreign_tests.py"
-RELEASES = {"mpi4jax": "0.9.1.post2", "horovod": "0.28.1"}
+RELEASES = {"mpi4jax": "0.9.1.post2", "horovod": "0.28.1", "mpi4py": "4.1.2"}
 # Library -> folder of its tests, and files that need nothing else.
 FOLDERS = {"mpi4jax": "tests", "horovod": "test"}
 CHOSEN = {
@@ -30,14 +30,17 @@ JOB_LIMIT_S = 900
 
 
 def fetch(library, folder):
-    """Download a released source package by pip, and return where it is unpacked."""
-    release = f"{library}=={RELEASES[library]}"
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", library]
-    subprocess.run([*command, "-d", str(folder), release], check=True, timeout=JOB_LIMIT_S)
-    (package,) = folder.glob("*.tar.gz")
-    with tarfile.open(package) as archive:
-        archive.extractall(folder, filter="data")
-    return next(path for path in folder.iterdir() if path.is_dir())
+    """Return the unpacked source package of a release; download it by pip if it is not there."""
+    version = RELEASES[library]
+    target = folder / f"{library}-{version}"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary"]
+        command += [library, "-d", str(folder), f"{library}=={version}"]
+        subprocess.run(command, check=True, timeout=JOB_LIMIT_S)
+        with tarfile.open(folder / f"{library}-{version}.tar.gz") as package:
+            package.extractall(folder, filter="data")
+    return target
 
 
 class Suite:

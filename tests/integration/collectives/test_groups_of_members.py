@@ -5,7 +5,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
-from syncvar.testing import run_ranks
+from tests.support.harness import everywhere
 
 SOON = {"collective_timeout_s": 60.0, "report_after_s": 0.05, "rendezvous_timeout_s": 60.0}
 
@@ -15,11 +15,7 @@ def ranks(request):
     def run(size, fn, **settings):
         config = RuntimeConfig(**{**SOON, **settings})
         shared = request.param == "shm"
-        results = run_ranks(size, fn, config=config, shared=shared, timeout_s=120)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        return everywhere(size, fn, config=config, shared=shared, timeout_s=120)
 
     return run
 
@@ -47,7 +43,7 @@ def test_groups_of_the_same_members_do_not_meet(ranks):
     assert ranks(2, fn)[1] == [2, 1, 0]
 
 
-def test_ranks_that_have_made_other_groups_before_agree(ranks):
+def test_ranks_with_other_groups_agree(ranks):
     def fn():
         rank = sv.rank()
         if rank != 2:

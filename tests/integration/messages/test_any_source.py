@@ -20,6 +20,7 @@ from syncvar.runtime.p2p_channel import (
 from syncvar.runtime.p2p_matching import matcher_of
 from syncvar.testing import run_ranks
 from tests.support.fake_tensors import Tensor
+from tests.support.harness import everywhere
 
 SOON = {"collective_timeout_s": 60.0, "report_after_s": 0.05, "rendezvous_timeout_s": 60.0}
 LONG = 300_000  # elements, above `eager_bytes`
@@ -39,11 +40,7 @@ def ranks(request):
     def run(size, fn, **settings):
         config = RuntimeConfig(**{**SOON, "call_runner": runner, **settings})
         shared = request.param != "links"
-        results = run_ranks(size, fn, config=config, shared=shared, timeout_s=120)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        return everywhere(size, fn, config=config, shared=shared, timeout_s=120)
 
     return run
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.fetch_suites import MPI4PY_MODULES, fetch_mpi4py, run_mpi4py, summary
+from tests.interop.fetch_suites import MPI4PY_MODULES, run_mpi4py, summary
+from tests.support.foreign_suites import fetch
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(0)]
 DEMOS = {  # program of mpi4py's folder demo -> standard input, and a part of what it prints
@@ -37,7 +38,7 @@ def test_mpi4py_over_the_layer(folder, workers):
 @pytest.mark.parametrize("name", list(DEMOS))
 def test_a_program_of_mpi4py(folder, name):
     given, printed = DEMOS[name]
-    script = fetch_mpi4py(folder) / "demo" / name
+    script = fetch("mpi4py", folder) / "demo" / name
     launch = [str(Path(sys.executable).parent / "syncvar-launch"), "--workers", "3"]
     command = [*launch, "-m", "syncvar.compat.mpi4py", str(script)]
     result = subprocess.run(
