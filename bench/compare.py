@@ -6,7 +6,7 @@ python bench/compare.py --collective broadcast,all_gather --dtype float64
                                                    other collectives, another dtype
 python bench/compare.py --parts launch,import      other parts alone; see --parts
 python bench/compare.py --all --json FILE          every part, all collectives, every bound
-python bench/compare.py --hosts --json FILE        over two hosts (network namespaces, so root)
+python bench/compare.py --hosts --json FILE        over several hosts (network namespaces, so root)
 python bench/compare.py --slow-peer                CPU time of a wait for a late worker
 python bench/compare.py --busy-thread              slowdown beside a busy Python thread
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -26,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 from comparison import acceptance, bounds, machine, picture
 from comparison.crowd import crowd
+from comparison.drop_in import drop_in
 from comparison.everyday import everyday
 from comparison.grouped import grouped
 from comparison.halves import halves
+from comparison.host_table import SCENES
 from comparison.hosts import hosts
 from comparison.joined import joined
 from comparison.libraries import NAMES, Library, library
@@ -54,11 +57,13 @@ CROWDED, CROWDED_SIZES = (8, 16), "8,4K,64K,1M,16M"
 LARGEST = {"tensorflow": 1 << 20}
 """Of libraries that would take most of the time of a run; with --sizes they are measured at all of them."""
 SECONDS, ALL_SECONDS = 0.3, 0.15
+ROUNDS, HOSTS_SECONDS, HOSTS_ROUNDS = 5, 0.05, 3
 COMPARISON = "comparison"
 HOSTS_LAUNCH = "hosts-launch"
 PARTS: dict[str, Callable[[Setting], Part]] = {
     "half": halves,
     "resnet50": resnet50,
+    "drop-in": drop_in,
     "grouped": grouped,
     "everyday": everyday,
     "launch": launch,
@@ -90,7 +95,7 @@ def main() -> int:
     effort = Effort(chosen.seconds, chosen.rounds, chosen.timeout)
     report["seconds"], report["rounds"] = effort.seconds, effort.rounds
     present = {one.name: one for one in libraries if one.name not in missing}
-    setting = Setting(present, tuple(chosen.workers), effort, chosen.crowd)
+    setting = Setting(present, tuple(chosen.workers), effort, chosen.crowd, chosen.scenes)
     verdicts: list[Verdict] = []
     failed = False
     for name, one in _parts(chosen, setting, libraries, missing):
@@ -220,9 +225,10 @@ def _find(
 
 def _write(path: str | None, report: dict[str, Any]) -> None:
     if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
+        text = json.dumps(report, indent=1)
+        for innermost in (r"\[\s+[^][{}]*?\s+\]", r"\{\s+[^{}]*?\s+\}"):  # on one line each
+            text = re.sub(innermost, lambda found: " ".join(found[0].split()), text)
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -241,7 +247,14 @@ def _arguments() -> argparse.Namespace:
         dest="parts",
         action="store_const",
         const=over_hosts,
-        help="the parts over two hosts; needs root",
+        help="the parts over several hosts; needs root",
+    )
+    scenes = ",".join(SCENES)
+    add(
+        "--scenes",
+        type=_names(SCENES),
+        default=list(SCENES),
+        help=f"hosts x workers @ Gbit/s [{scenes}]",
     )
     add("--slow-peer", action="store_true", help="measure what a wait costs instead")
     add("--busy-thread", action="store_true", help="measure what a busy thread costs instead")
@@ -265,11 +278,12 @@ def _arguments() -> argparse.Namespace:
     add("--kinds", type=_names(KINDS), help=f"of {','.join(KINDS)} [{default}]")
     add("--libraries", type=_names(NAMES), default=list(NAMES), help=f"[{','.join(NAMES)}]")
     add("--crowd", type=int, default=64, help="workers of the part crowd [64]")
-    add("--rounds", type=int, default=5, help="how often each library is started [5]")
+    rounds = f"how often each library is started [{ROUNDS}; {HOSTS_ROUNDS} with --hosts]"
+    add("--rounds", type=int, help=rounds)
     add(
         "--seconds",
         type=float,
-        help=f"time for each size and kind in a turn [{SECONDS}; {ALL_SECONDS} with --all]",
+        help=f"time for each size and kind in a turn [{SECONDS}; {ALL_SECONDS} with --all, {HOSTS_SECONDS} with --hosts]",
     )
     add("--timeout", type=float, default=300.0, help="longest time of one turn in seconds [300]")
     add("--json", metavar="FILE", help="write everything that was measured")
@@ -280,9 +294,11 @@ def _arguments() -> argparse.Namespace:
     if chosen.all:
         chosen.parts = list(parts)
     chosen.collective = chosen.collective or (list(COLLECTIVES) if chosen.all else ["all_reduce"])
-    chosen.seconds = (
-        (ALL_SECONDS if chosen.all else SECONDS) if chosen.seconds is None else chosen.seconds
-    )
+    usual = (ALL_SECONDS, ROUNDS) if chosen.all else (SECONDS, ROUNDS)
+    usual = (HOSTS_SECONDS, HOSTS_ROUNDS) if chosen.parts == over_hosts else usual
+    chosen.seconds = usual[0] if chosen.seconds is None else chosen.seconds
+    chosen.rounds = usual[1] if chosen.rounds is None else chosen.rounds
+    chosen.scenes = tuple(SCENES[name] for name in chosen.scenes)
     chosen.workers = chosen.workers or ([2] if chosen.busy_thread else [2, 4])
     if (chosen.slow_peer or chosen.busy_thread) and "syncvar" in chosen.libraries:
         chosen.libraries = ["syncvar"]

@@ -1,9 +1,10 @@
 """What the flight recorder costs: `python bench/recorder.py`.
 
-First the time of one entry, on the short way of a call and on the long way. Then an 8-byte
-all-reduce of two workers in shared memory, with and without the recorder in turns within one run,
-so that a machine that drifts drifts for both. Each turn makes a group of its own, whose calls
-either have the recorder or one that keeps nothing.
+First the time of one entry, on the short way of a call and on the long way, with and without an
+open ledger, and of one answer to `syncvar status`. Then an 8-byte all-reduce of two workers in
+shared memory: without the recorder, with it, and with a ledger too. They take turns within one run,
+so that a machine that drifts drifts for all. Each turn makes a group of its own, whose calls either
+have the recorder or one that keeps nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
+from syncvar.protocol.control_messages import pack_message
 from syncvar.runtime import persistent_call
+from syncvar.runtime.call_ledger import Ledger
 from syncvar.runtime.call_record import CallInfo
+from syncvar.runtime.call_summary import CallSummary
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.recorder import Recorder
+from syncvar.runtime.recorder import RING, Recorder
 
 _TOLD = CallInfo(CollectiveSpec("all_reduce(sum, float64[1])"), 0, (0, 1), 1, 8, "shm small")
 
@@ -50,15 +54,38 @@ def _nothing(_recorder: Recorder, count: int) -> None:
 
 def entries(count: int) -> None:
     """Print the time of one entry."""
-    for name, body in (("short way", _short), ("long way", _long)):
+    for name, body, is_ledger in (
+        ("short way", _short, False),
+        ("long way", _long, False),
+        ("short way with a ledger", _short, True),
+        ("long way with a ledger", _long, True),
+    ):
         times = []
         for _ in range(5):
+            recorder = Recorder()
+            if is_ledger:
+                recorder.attach(Ledger().counter)
             begin = time.perf_counter()
-            body(Recorder(), count)
+            body(recorder, count)
             middle = time.perf_counter()
             _nothing(Recorder(), count)
             times.append((2 * middle - begin - time.perf_counter()) / count * 1e9)
         print(f"one entry, {name}: {median(times):.0f} ns")
+
+
+def question(count: int) -> None:
+    """Print the time of the answer to the launcher's question, with a full ring."""
+    recorder = Recorder()
+    _short(recorder, RING)
+    times = []
+    for _ in range(count):
+        summary = CallSummary(recorder)  # the first question: all entries are new
+        begin = time.perf_counter()
+        fields = summary.fields({"number": 0, "offset_ns": 0, "error_ns": 0}, {0: RING}, {})
+        pack_message("observation", **fields)
+        times.append((time.perf_counter() - begin) * 1e6)
+    low, middle, high = quantiles(times, n=4)
+    print(f"answer to syncvar status, {RING} new calls: {middle:.0f} us ({low:.0f} - {high:.0f})")
 
 
 def _ignore(_entry: Any) -> None:
@@ -66,17 +93,23 @@ def _ignore(_entry: Any) -> None:
 
 
 def paired(rounds: int, calls: int) -> None:
-    """Print the median time of a call with and without the recorder; run by each of two workers."""
+    """Print the median time of a call in each mode; run by each of two workers."""
     recorder = current().recorder
     x = np.ones(1)
     out = np.empty_like(x)
     keep = recorder.add
     real = persistent_call.monotonic_ns, persistent_call.get_ident
-    times: dict[str, list[float]] = {"on": [], "off": []}
-    for turn in range(2 * rounds):
-        is_on = turn % 4 in (0, 3)  # on off off on: neither is always first
-        recorder.add = keep if is_on else _ignore
-        if not is_on:  # the clock and the thread's number are asked for the recorder alone
+    times: dict[str, list[float]] = {"on": [], "off": [], "on, with a ledger": []}
+    modes = list(times)
+    for turn in range(3 * rounds):
+        # None is always first.
+        mode = (modes if turn // 3 % 2 else modes[::-1])[turn % 3]
+        counter = Ledger().counter
+        if mode == "on, with a ledger":
+            recorder.attach(counter)
+        elif mode == "off":
+            recorder.replace_add(_ignore)
+        if mode == "off":  # the clock and the thread's number are asked for the recorder alone
             persistent_call.monotonic_ns, persistent_call.get_ident = _zero, _zero
         group = sv.new_group(range(sv.world_size()))
         for _ in range(50):
@@ -84,20 +117,25 @@ def paired(rounds: int, calls: int) -> None:
         begin = time.perf_counter()
         for _ in range(calls):
             sv.all_reduce(x, out=out, group=group)
-        times["on" if is_on else "off"].append((time.perf_counter() - begin) / calls * 1e9)
+        times[mode].append((time.perf_counter() - begin) / calls * 1e9)
         persistent_call.monotonic_ns, persistent_call.get_ident = real
-        recorder.add = keep
+        if mode == "on, with a ledger":
+            recorder.detach(counter)
+        recorder.replace_add(keep)
     if sv.rank() == 0:
         for name, values in times.items():
             low, middle, high = quantiles(values, n=4)
             print(f"8-byte all-reduce, recorder {name}: {middle:.0f} ns ({low:.0f} - {high:.0f})")
-        low, middle, high = quantiles(
-            [on - off for on, off in zip(times["on"], times["off"], strict=True)], n=4
-        )
-        print(
-            f"difference by pair: {middle:.0f} ns ({low:.0f} - {high:.0f}), {len(times['on'])} "
-            f"pairs of {calls} calls"
-        )
+        for name, more, less in (
+            ("the recorder", "on", "off"),
+            ("the ledger", "on, with a ledger", "on"),
+        ):
+            pairs = zip(times[more], times[less], strict=True)
+            low, middle, high = quantiles([one - other for one, other in pairs], n=4)
+            print(
+                f"difference by pair, {name}: {middle:.0f} ns ({low:.0f} - {high:.0f}), {rounds} "
+                f"pairs of {calls} calls"
+            )
 
 
 _zero = int  # int() is 0, in less time than any function of ours
@@ -114,6 +152,7 @@ def main() -> None:
         paired(chosen.rounds, chosen.calls)
         return
     entries(200_000)
+    question(200)
     line = [
         "--workers",
         "2",

@@ -8,18 +8,21 @@ backward pass of a module without computation, `calls` its all-reduces alone, in
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import subprocess
 import sys
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+
+from first_rank import run_as_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _BUCKET_NBYTES = 25 << 20
 _ROUNDS = 15
+_JSON = "--json"
 
 
 def resnet50_sizes() -> Iterator[int]:
@@ -108,7 +111,7 @@ class BucketCalls:
             work.wait()
 
 
-def measure(name: str, kinds: dict[str, Any], rank: int) -> None:
+def measure(case: str, label: str, kinds: dict[str, Any], rank: int) -> None:
     """Measure a case over both backends; rank 0 prints."""
     found: dict[str, list[float]] = {backend: [] for backend in kinds}
     for number in range(_ROUNDS + 2):
@@ -119,7 +122,9 @@ def measure(name: str, kinds: dict[str, Any], rank: int) -> None:
                 found[backend].append(spent)
     if rank == 0:
         gloo, ours = median(found["gloo"]) * 1e3, median(found["syncvar"]) * 1e3
-        print(f"{name:24}{gloo:10.2f}{ours:10.2f}{gloo / ours:8.2f}", flush=True)
+        row = {"case": case, "kind": label, "gloo_ms": gloo, "syncvar_ms": ours}
+        text = f"{f'{case}, {label}':24}{gloo:10.2f}{ours:10.2f}{gloo / ours:8.2f}"
+        print(json.dumps(row) if _JSON in sys.argv else text, flush=True)
 
 
 def work() -> None:
@@ -133,13 +138,13 @@ def work() -> None:
     dist.init_process_group("syncvar")
     rank = dist.get_rank()
     groups = {"gloo": dist.new_group(backend="gloo"), "syncvar": dist.group.WORLD}
-    if rank == 0:
+    if rank == 0 and _JSON not in sys.argv:
         print(f"{'milliseconds':24}{'gloo':>10}{'syncvar':>10}{'ratio':>8}", flush=True)
     for case, sizes in (("ResNet-50", list(resnet50_sizes())), ("MLP", list(mlp_sizes()))):
         for kind in (BackwardPass, BucketCalls):
             kinds = {backend: kind(sizes, group) for backend, group in groups.items()}
             label = "backward" if kind is BackwardPass else "calls"
-            measure(f"{case}, {label}", kinds, rank)
+            measure(case, label, kinds, rank)
     dist.destroy_process_group()
 
 
@@ -150,9 +155,9 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(_JSON, action="store_true", help="print an object for each row")
     options = parser.parse_args()
-    line = [sys.executable, "-m", "syncvar_launcher", "--workers", str(options.workers), __file__]
-    sys.exit(subprocess.run(line, check=False).returncode)
+    sys.exit(run_as_ranks(__file__, options.workers, *[_JSON] * options.json))
 
 
 if __name__ == "__main__":

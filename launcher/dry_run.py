@@ -58,6 +58,7 @@ def dry_run(job: Job) -> str:
         [job.command(first) for first in _first_ranks(options)],
         host=job.host,
         notes=(
+            *_elastic_lines(options),
             job.binding.reason,
             transport,
             _native.runner_text(options.runtime.call_runner),
@@ -100,7 +101,8 @@ def dry_run_text(
         servers: For each server its host, the servers with copies of its variables, and its command
             line.
     """
-    table = [("rank", "host", "cores", "BLAS threads")]
+    number = "worker" if options.ranks.fewest else "rank"
+    table = [(number, "host", "cores", "BLAS threads")]
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
         shown = "any" if own is None else rank_spans(own).replace(" ", "")
         where = escape(environ.get("SYNCVAR_HOST", host))
@@ -162,8 +164,21 @@ def dry_run_hosts(chosen: LaunchOptions) -> str:
     else:
         lines = [*chosen.hosts.notices, *_host_lines(chosen), *_placement_lines(chosen)]
         lines += _network_lines(chosen)
-    lines += [*_program_lines(chosen), "", "settings:", *columns(settings_rows(chosen))]
+    lines += [*_elastic_lines(chosen), *_program_lines(chosen)]
+    lines += ["", "settings:", *columns(settings_rows(chosen))]
     return "".join(f"{escape(line)}\n" for line in lines)
+
+
+def _elastic_lines(chosen: LaunchOptions) -> list[str]:
+    """Return a line about the members of an elastic job; nothing for other jobs."""
+    ranks = chosen.ranks
+    if not ranks.fewest:
+        return []
+    spares = f", and {ranks.spares} spare" if ranks.spares else ""
+    members = f"{ranks.fewest} to {ranks.most} workers{spares}"
+    return [
+        f"elastic: {members}; the numbers of workers stay, and each generation ranks its members"
+    ]
 
 
 def _program_lines(chosen: LaunchOptions) -> Iterator[str]:
@@ -199,13 +214,19 @@ def _placement_lines(chosen: LaunchOptions) -> Iterator[str]:
 
     ranks, entries = chosen.ranks, chosen.hosts.entries
     yield ""
-    if all(one.slots is not None for one in entries):
+    if chosen.hosts.discovery is not None:
+        script = shlex.quote(str(chosen.hosts.discovery))
+        yield f"hosts: those that {script} names, at the start and while the job runs"
+    elif all(one.slots is not None for one in entries):
         known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in entries]
         first = 0
-        sizes = place_workers(known, ranks.workers or None, chosen.hosts.map_by)
+        map_by, fewest = chosen.hosts.map_by, ranks.fewest
+        sizes = place_workers(known, ranks.workers or None, map_by, fewest=fewest)
         for one, size in zip(known, sizes, strict=True):
             if size:
-                yield f"{one.name}: {rank_list(range(first, first + size))}"
+                numbers = range(first, first + size)
+                text = f"workers {rank_spans(numbers)}" if fewest else rank_list(numbers)
+                yield f"{one.name}: {text}"
             first += size
     else:
         yield (

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.lazy_import import attributes_of
 
 if TYPE_CHECKING:
-    from syncvar import data, optimizers
+    from syncvar import data, elastic, optimizers
     from syncvar.bootstrap.process import (
         host_count,
         host_index,
         init,
         is_initialized,
+        ledger,
         local_rank,
         local_world_size,
         rank,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.manager import CheckpointManager
     from syncvar.checkpoint.save import PendingSave
     from syncvar.checkpoint.single_file import load, save
+    from syncvar.collectives import compressors
     from syncvar.collectives.all_reduce import all_reduce
     from syncvar.collectives.barrier import barrier
     from syncvar.collectives.broadcast import broadcast
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from syncvar.protocol.object_codec import register_object
     from syncvar.runner import engines
     from syncvar.runner.local import run
+    from syncvar.runtime.call_ledger import Ledger, LedgerRow
     from syncvar.runtime.p2p_mailbox import AnyMessage, MessageInfo
     from syncvar.runtime.work import Work, wait_all, wait_any
     from syncvar.strategies.base import Strategy
@@ -139,6 +142,7 @@ _HOMES = {
     "syncvar.collectives.send_recv": (
         "probe", "recv", "recv_any", "recv_object", "send", "send_object", "sendrecv",
     ),
+    "syncvar.runtime.call_ledger": ("Ledger", "LedgerRow"),
     "syncvar.runtime.p2p_mailbox": ("AnyMessage", "MessageInfo"),
     "syncvar.protocol.object_codec": ("register_object",),
     "syncvar.collectives.reduce": ("exscan", "reduce", "reduce_scatter", "scan"),
@@ -153,7 +157,7 @@ _HOMES = {
     ),
     "syncvar.bootstrap.process": (
         "host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count",
-        "world_size", "init", "is_initialized", "shutdown",
+        "world_size", "init", "is_initialized", "ledger", "shutdown",
     ),
     "syncvar.runner.local": ("run",),
     "syncvar.core.reduce_ops": ("register_op",),
@@ -181,7 +185,9 @@ _HOMES = {
     "syncvar.variables.variable": ("Explanation", "Variable"),
 }  # fmt: skip
 _MODULES = {
+    "compressors": "syncvar.collectives.compressors",
     "data": "syncvar.data",
+    "elastic": "syncvar.elastic",
     "engines": "syncvar.runner.engines",
     "optimizers": "syncvar.optimizers",
     "partitioners": "syncvar.variables.partitioners",
@@ -192,19 +198,20 @@ __all__ = [
     "AnyMessage", "CentralStorageStrategy", "Checkpoint", "CheckpointError", "CheckpointManager",
     "ClusterCoordinator", "ConfigError", "Corrupt", "DeadlineExceeded", "DistributedDataset",
     "DistributedIterator", "DistributedValues", "Explanation", "Group", "GroupBroken",
-    "HandshakeError", "HostUnreachable", "InputContext", "InternalError", "LaunchError", "Mesh",
-    "MessageInfo", "Mirrored", "MirroredStrategy", "MismatchError", "MultiWorkerMirroredStrategy",
-    "NoAggregation", "NotFound", "ParameterServerStrategy", "PeerLost", "PendingSave", "PerReplica",
-    "PersistentCollective", "PlanError", "RankFailed", "ReduceOp", "RemoteValue", "RendezvousError",
-    "ReplicaContext", "RowOutOfRange", "ShardInfo", "ShardedVariable", "SharedMemoryFull",
-    "SharedMemoryUnavailable", "Strategy", "SyncvarError", "TransportError", "Uneven", "UsageError",
-    "ValueContext", "Variable", "VariableAggregation", "VariableSynchronization", "Work",
-    "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all",
-    "assign_add_all", "assign_all", "assign_sub_all", "barrier", "broadcast", "broadcast_object",
-    "check_equal", "data", "empty", "engines", "exscan", "gather", "gather_object",
-    "get_replica_context", "get_strategy", "has_strategy", "host_count", "host_index",
-    "in_cross_replica_context", "init", "is_initialized", "load", "local_rank", "local_world_size",
-    "mesh", "neighbor_all_gather", "neighbor_all_to_all", "new_group", "optimizers", "partitioners",
+    "HandshakeError", "HostUnreachable", "InputContext", "InternalError", "LaunchError", "Ledger",
+    "LedgerRow", "Mesh", "MessageInfo", "Mirrored", "MirroredStrategy", "MismatchError",
+    "MultiWorkerMirroredStrategy", "NoAggregation", "NotFound", "ParameterServerStrategy",
+    "PeerLost", "PendingSave", "PerReplica", "PersistentCollective", "PlanError", "RankFailed",
+    "ReduceOp", "RemoteValue", "RendezvousError", "ReplicaContext", "RowOutOfRange", "ShardInfo",
+    "ShardedVariable", "SharedMemoryFull", "SharedMemoryUnavailable", "Strategy", "SyncvarError",
+    "TransportError", "Uneven", "UsageError", "ValueContext", "Variable", "VariableAggregation",
+    "VariableSynchronization", "Work", "all_gather", "all_gather_object", "all_reduce",
+    "all_reduce_shards", "all_to_all", "assign_add_all", "assign_all", "assign_sub_all", "barrier",
+    "broadcast", "broadcast_object", "check_equal", "compressors", "data", "elastic", "empty",
+    "engines", "exscan", "gather", "gather_object", "get_replica_context", "get_strategy",
+    "has_strategy", "host_count", "host_index", "in_cross_replica_context", "init",
+    "is_initialized", "ledger", "load", "local_rank", "local_world_size", "mesh",
+    "neighbor_all_gather", "neighbor_all_to_all", "new_group", "optimizers", "partitioners",
     "persistent", "probe", "rank", "recv", "recv_any", "recv_object", "reduce", "reduce_scatter",
     "register_object", "register_op", "restart_count", "run", "save", "scan", "scatter",
     "scatter_object", "send", "send_object", "sendrecv", "shared_array", "shutdown", "tree_sum",

@@ -82,14 +82,20 @@ def _folder_of_the_run(config, variable, prefix, parent=None):
 def pytest_collection_modifyitems(config, items):
     """Give slow tests the time that they may need beside other programs; the default limit is for the others.
 
-    Without the C extension, leave out what needs it, and say why.
+    Without the C extension or Chromium, leave out what needs it, and say why.
     """
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
-    own = [item for item in items if item.get_closest_marker("needs_c_extension")]
-    if own and (why := _why_no_c_extension()):
-        config.syncvar_left_out.append(f"{len(own)} tests of the C extension were left out: {why}")
+    _leave_out(config, items, "needs_c_extension", "the C extension", _why_no_c_extension)
+    _leave_out(config, items, "browser", "pages in a browser", _why_no_browser)
+
+
+def _leave_out(config, items, marker, subject, reason):
+    """Deselect the tests with a marker if there is a reason."""
+    own = [item for item in items if item.get_closest_marker(marker)]
+    if own and (why := reason()):
+        config.syncvar_left_out.append(f"{len(own)} tests of {subject} were left out: {why}")
         config.hook.pytest_deselected(items=own)
         items[:] = [item for item in items if item not in own]
 
@@ -98,6 +104,12 @@ def _why_no_c_extension():
     from syncvar import _native
 
     return _native.missing_reason()
+
+
+def _why_no_browser():
+    from tests.support.chromium_pages import CHROMIUM
+
+    return "" if CHROMIUM else "there is no Chromium (apt install chromium)"
 
 
 def pytest_collection_finish():

@@ -15,7 +15,7 @@ from comparison.table import grid, size_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Bound", "Verdict", "judge", "judge_rows", "lines"]
+__all__ = ["Bound", "Verdict", "judge", "judge_rows", "lines", "short"]
 
 KI, MI = 1 << 10, 1 << 20
 MOVING = ("broadcast", "all_gather", "reduce_scatter", "all_to_all")
@@ -162,6 +162,9 @@ COMPARED = (
 SINGLE = {
     "half": Bound(1.2, None, "x float32's time", at_most=True),
     "resnet50": Bound(3, 8),
+    "drop-in resnet50": Bound(2),
+    "drop-in mlp": Bound(4),
+    "mpi4py layer": Bound(1, None, "us", at_most=True),
     "grouped transfers": Bound(10, None, "transfers", at_most=True),
     "grouped zmq": Bound(0.1, None, "x the time of the calls", at_most=True),
     "grouped shared memory": Bound(0.3, None, "x the time of the calls", at_most=True),
@@ -172,8 +175,18 @@ SINGLE = {
     "launch torchrun": Bound(0.2, None, "x its time", at_most=True),
     "joined launcher": Bound(2, 1.2, "x its time", at_most=True),
     "joined gloo": Bound(2, 1, "x its time", at_most=True),
-    "hosts small": Bound(1),
-    "hosts large": Bound(0.95),
+    "hosts small": Bound(1, None, "gloo / ours"),
+    "hosts large": Bound(0.95, None, "gloo / ours"),
+    "hosts gloo": Bound(1, None, "gloo / ours"),
+    "hosts 8 B": Bound(40, 20, "us", at_most=True),
+    "hosts 64 KiB": Bound(180, None, "us", at_most=True),
+    "hosts 1 MiB": Bound(1.3, 1, "ours / Intel MPI", at_most=True),
+    "hosts 16 MiB": Bound(1.2, 1, "ours / Intel MPI", at_most=True),
+    "hosts encrypted 8 B": Bound(60, None, "us", at_most=True),
+    "hosts encrypted 16 MiB": Bound(1.6, None, "ours / unencrypted", at_most=True),
+    "hosts two workers": Bound(1.15, None, "2x2 / 2x1", at_most=True),
+    "hosts line": Bound(0.9, None, "share of the line"),
+    "hosts links": Bound(1.1, 1, "ours / links", at_most=True),  # 0.1 is noise
     "hosts bytes": Bound(1.1, None, "x the vector", at_most=True),
     "launch hosts": Bound(1.5, None, "x its time", at_most=True),
     "import": Bound(60, None, "ms", at_most=True),
@@ -272,6 +285,14 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
         *grid(["measured", "must", "aim", "verdict", "unit", "what"], body, left=2),
         count + missed,
     ]
+
+
+def short(one: Verdict) -> str:
+    """Return a number beside its bound in a few words; a dagger marks one that misses it."""
+    if one.value is None:
+        return f"{one.bound.unit}: not measured"
+    sign, mark = "≤" if one.bound.at_most else "≥", " †" if one.word == "MISSED" else ""
+    return f"{one.bound.unit} {_text(one.value)} {sign} {one.bound.must:g}{mark}"
 
 
 def _text(value: float) -> str:

@@ -1,140 +1,135 @@
-"""All-reduces over two hosts with a link of 1 Gbit/s, beside gloo; and how often each byte crosses it."""
+"""Collectives over several hosts beside the peers, and how often each byte crosses a link."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from comparison.bounds import judge
+from comparison.bounds import judge, short
+from comparison.host_table import COLUMNS, Cell, Scene, judge_call, tables
 from comparison.libraries import script
-from comparison.namespaces import MBIT, NoHosts, gigabit
+from comparison.namespaces import NoHosts, gigabit
 from comparison.part import Part, Setting, failures
-from comparison.rounds import Plan, Times, Work, interleave, written_by
-from comparison.table import grid, number, size_name, spread
+from comparison.rounds import Plan, Work, interleave, written_by
+from comparison.table import Spread, grid, spread
 
 if TYPE_CHECKING:
-    from comparison.bounds import Verdict
-    from comparison.libraries import Library
     from comparison.namespaces import Several
     from comparison.rounds import Turn
 
 __all__ = ["hosts"]
 
-HOSTS = 2
-EACH = (1, 2)
-"""Workers on each host."""
-JUDGED = 1
-"""Of them, those that the bounds are for."""
-SMALL, LARGE = (8, 64 << 10, 1 << 20), 16 << 20
-WORK = Work("all_reduce", "private", (*SMALL, LARGE))
-CROSSING = 2
-"""Workers on each host when the bytes are counted."""
+CROSSING = Scene(2, 2, 1000)
+"""Where the bytes are counted."""
+OPTIONS = {
+    "syncvar": ("--bind", "none"),
+    "unencrypted": ("--bind", "none", "--encryption", "control-only"),
+    "links": ("--bind", "none"),
+}
+ENVIRONMENT = {"links": {"SYNCVAR_TRANSPORT": "zmq"}}
+
+
+class Contestant(NamedTuple):
+    """One column in one scene."""
+
+    scene: Scene
+    column: str
+
+    @property
+    def name(self) -> str:
+        """Return it for people."""
+        return f"{self.scene.name}, {COLUMNS[self.column]}"
 
 
 def hosts(setting: Setting) -> Part:
-    """Time all-reduces over two hosts in turns with gloo, and count what each host sends."""
+    """Time collectives over several hosts in turns with the peers, and count what a host sends."""
+    part = Part({"problems": {}, "rows": [], "crossed": None}, [])
+    times: dict[Cell, Spread] = {}
     try:
-        with gigabit(HOSTS) as several:
-            return _measured(setting, several)
+        for count in dict.fromkeys(scene.hosts for scene in setting.scenes):
+            with gigabit(count) as several:
+                if count == CROSSING.hosts:
+                    _count(setting, several, part)
+                scenes = [scene for scene in setting.scenes if scene.hosts == count]
+                for mbit in dict.fromkeys(scene.mbit for scene in scenes):
+                    several.set_rate(mbit)
+                    alike = [scene for scene in scenes if scene.mbit == mbit]
+                    times.update(_measured(setting, several, alike, part))
     except NoHosts as problem:
-        return Part(
-            {"problems": {"hosts": str(problem)}},
-            [f"hosts: not measured: {problem}"],
-            _verdicts({}, None),
-        )
-
-
-def _measured(setting: Setting, several: Several) -> Part:
-    plan = Plan((WORK,), "float32", setting.effort)
-    contestants = [
-        setting.present[name] for name in ("syncvar", "torch") if name in setting.present
-    ]
-    turns: dict[str, Turn] = {
-        _name(library, each): partial(
-            written_by,
-            [*several.start(library, each), library.script, *plan.arguments(library.name)],
-            setting.effort.timeout,
-            several.environment(library),
-        )
-        for each in EACH
-        for library in contestants
-    }
-    counting = f"{_name(setting.syncvar, CROSSING)}, bytes"
-    command = [*several.start(setting.syncvar, CROSSING), script("crossing_syncvar.py")]
-    turns[counting] = partial(written_by, command, setting.effort.timeout, {})
-    found = interleave("hosts", turns, setting.effort.rounds)
-
-    title = f"all_reduce over {HOSTS} hosts with a link of {MBIT / 1000:g} Gbit/s, syncvar encrypted; median us of a call (quartiles over rounds)"
-    failed = any(name.startswith(setting.syncvar.label) for name in found.problems)
-    part = Part({"problems": found.problems}, [title], failed=failed)
-    medians: dict[tuple[str, int, int], float] = {}
-    body = []
-    for each in EACH:
-        times = Times(HOSTS * each)
-        for library in contestants:
-            for index, result in enumerate(found.results[_name(library, each)], 1):
-                times.take(library.name, index, result)
-        for size in WORK.sizes:
-            cells = []
-            for library in contestants:
-                rounds = times.of(library.name, WORK, size)
-                if rounds:
-                    low, middle, high = part.report[f"{_name(library, each)}, {size}"] = spread(
-                        rounds.values()
-                    )
-                    medians[library.name, each, size] = middle
-                    cells.append(f"{number(middle)} ({number(low)}-{number(high)})")
-                else:
-                    cells.append("-")
-            ratio = _ratio(medians, each, size)
-            body.append(
-                [
-                    f"{HOSTS} x {each}",
-                    size_name(size),
-                    *cells,
-                    "-" if ratio is None else f"{ratio:.2f}",
-                ]
-            )
-    part.lines += grid(["workers", "size", *(one.label for one in contestants), "ratio"], body)
-    crossed = None
-    if found.results[counting]:
-        crossed = max(max(one["sent"]) / one["bytes"] for one in found.results[counting])
-        part.report["crossed"] = crossed
-        part.lines.append(
-            f"{HOSTS} x {CROSSING}: the host that sends most sends {crossed:.3f} bytes for each "
-            "byte of the vector"
-        )
-    part.lines += failures(found.problems)
-    part.verdicts += _verdicts(medians, crossed)
+        part.report["problems"]["hosts"] = f"not measured: {problem}"
+    _judge(setting, times, part)
+    part.failed = any("syncvar" in name for name in part.report["problems"])
     return part
 
 
-def _verdicts(medians: dict[tuple[str, int, int], float], crossed: float | None) -> list[Verdict]:
-    place = f"all_reduce over {HOSTS} hosts x {JUDGED} worker"
-    found = [
-        judge(
-            "hosts small",
-            _ratio(medians, JUDGED, size),
-            f"{place}, {size_name(size)}, against gloo",
-        )
-        for size in SMALL
-    ]
-    found.append(
-        judge(
-            "hosts large",
-            _ratio(medians, JUDGED, LARGE),
-            f"{place}, {size_name(LARGE)}, against gloo",
-        )
-    )
-    what = f"all_reduce over {HOSTS} hosts x {CROSSING} workers: bytes that a host sends"
-    return [*found, judge("hosts bytes", crossed, what)]
+def _measured(
+    setting: Setting, several: Several, scenes: list[Scene], part: Part
+) -> dict[Cell, Spread]:
+    """Return the times in scenes with the same links, which take turns too."""
+    turns = {
+        one.name: _turn(setting, several, one)
+        for scene in scenes
+        for one in (Contestant(scene, column) for column in scene.columns)
+        if _library(one.column) in setting.present
+    }
+    found = interleave("hosts", turns, setting.effort.rounds)
+    part.report["problems"].update(found.problems)
+    values: dict[Cell, list[float]] = {}
+    for scene in scenes:
+        for column in scene.columns:
+            for result in found.results.get(Contestant(scene, column).name, ()):
+                for row in result["results"]:
+                    cell = Cell(scene, row["collective"], row["size"], column)
+                    values.setdefault(cell, []).append(row["median_us"])
+    return {cell: spread(rounds) for cell, rounds in values.items()}
 
 
-def _ratio(medians: dict[tuple[str, int, int], float], each: int, size: int) -> float | None:
-    """Return gloo's time divided by syncvar's, where both are known."""
-    own, theirs = medians.get(("syncvar", each, size)), medians.get(("torch", each, size))
-    return theirs / own if own and theirs else None
+def _turn(setting: Setting, several: Several, one: Contestant) -> Turn:
+    library = setting.present[_library(one.column)]
+    sizes: dict[str, tuple[int, ...]] = {}
+    for collective, size in one.scene.calls:
+        sizes[collective] = (*sizes.get(collective, ()), size)
+    works = tuple(Work(collective, "private", found) for collective, found in sizes.items())
+    plan = Plan(works, "float32", setting.effort)
+    start = several.start(library, one.scene.each, *OPTIONS.get(one.column, ()))
+    command = [*start, library.script, *plan.arguments(library.name)]
+    environment = {**several.environment(library), **ENVIRONMENT.get(one.column, {})}
+    return partial(written_by, command, setting.effort.timeout, environment)
 
 
-def _name(library: Library, each: int) -> str:
-    return f"{library.label}, {HOSTS} x {each}"
+def _library(column: str) -> str:
+    return "syncvar" if column in OPTIONS else column
+
+
+def _count(setting: Setting, several: Several, part: Part) -> None:
+    """Count the bytes that a host sends in an all-reduce."""
+    command = [*several.start(setting.syncvar, CROSSING.each), script("crossing_syncvar.py")]
+    found, problem = written_by(command, setting.effort.timeout, {})
+    if found is None:
+        part.report["problems"]["syncvar, bytes"] = problem
+    else:
+        part.report["crossed"] = max(found["sent"]) / found["bytes"]
+
+
+def _judge(setting: Setting, times: dict[Cell, Spread], part: Part) -> None:
+    """Add the rows, the tables and the verdicts."""
+    medians = {cell: middle for cell, (_, middle, _) in times.items()}
+    for scene in setting.scenes:
+        for collective, size in scene.calls:
+            verdicts = judge_call(scene, collective, size, medians)
+            us: dict[str, Any] = {
+                column: [float(f"{time:.4g}") for time in times[cell]]
+                for column in COLUMNS
+                if (cell := Cell(scene, collective, size, column)) in times
+            }
+            row = {"scene": scene.name, "collective": collective, "size": size, "us": us}
+            bounds = [{"what": one.what, "text": short(one)} for one in verdicts]
+            part.report["rows"].append({**row, "bounds": bounds})
+            part.verdicts += verdicts
+    if times:
+        for title, head, body in tables(part.report["rows"]):
+            part.lines += ["", f"{title}; medians", *grid(head, body, left=1)]
+    crossed = part.report["crossed"]
+    what = f"all_reduce over {CROSSING.hosts} hosts x {CROSSING.each} workers: bytes a host sends"
+    part.verdicts.append(judge("hosts bytes", crossed, what))
+    part.lines += failures(part.report["problems"])

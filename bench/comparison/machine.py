@@ -25,6 +25,7 @@ def cores() -> int:
 def describe() -> dict[str, Any]:
     """Return date, machine, load, source revision and command line."""
     load = os.getloadavg()
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.orig_argv[1:]]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
@@ -33,7 +34,7 @@ def describe() -> dict[str, Any]:
         "load": [round(one, 2) for one in load],
         "busy": load[0] > BUSY_LOAD_PER_CORE * cores(),
         "revision": _revision(),
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(["python", *words]),
     }
 
 

@@ -1,4 +1,7 @@
-"""Hosts of network namespaces with links of 1 Gbit/s: those of the tests on several hosts, with an sshd each.
+"""Hosts of network namespaces: those of the tests on several hosts, with an sshd each.
+
+Their links have 1 Gbit/s until `Several.set_rate` gives them another rate. The hosts share the cores of this machine,
+its name and its /dev/shm. So no library may bind its workers, and no MPI may use shared memory.
 
 Only root may make them; `gigabit` says what is missing where there can be none.
 """
@@ -43,8 +46,19 @@ class Several:
     made: Any
     folder: Path
 
-    def start(self, library: Library, each: int) -> list[str]:
-        """Return the command that starts `each` workers of a library on every host, up to the script."""
+    def set_rate(self, mbit: int | None) -> None:
+        """Let each host send and receive so many Mbit/s; None for as many as the machine can."""
+        for index in range(len(self.made.names)):
+            self.made.set_rate(index, mbit)
+
+    def start(self, library: Library, each: int, *options: str) -> list[str]:
+        """Return the command that starts `each` workers of a library on every host, up to the script.
+
+        Args:
+            library: Which.
+            each: Workers on a host.
+            *options: More options of syncvar's launcher.
+        """
         workers = str(each * len(self.made.names))
         match library.name:
             case "syncvar":
@@ -56,13 +70,19 @@ class Several:
                     self._host_file(each),
                     "--workers",
                     workers,
+                    *options,
                 ]
+            case "intelmpi":
+                hydra = [str(library.folder / "bin" / "mpiexec.hydra"), "-bootstrap", "ssh"]
+                login = ["-bootstrap-exec-args", f"-F {self.made.config}", "-iface", NIC]
+                where = ["-hosts", ",".join(self.made.names), "-ppn", str(each), "-n", workers]
+                return [*self.made.prefix, *hydra, *login, *where, library.python]
             case "openmpi":
                 root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
                 way = ["--mca", "plm_rsh_agent", f"ssh -F {self.made.config}"]
-                # Hosts of one name share /dev/shm, and Open MPI's files there would be one
-                # another's: so no shared memory.
                 nic = [
+                    "--bind-to",
+                    "none",
                     "--mca",
                     "btl",
                     "self,tcp",
@@ -96,9 +116,16 @@ class Several:
 
     def environment(self, library: Library) -> dict[str, str]:
         """Return what is set for the workers beside the caller's environment."""
-        return (
-            {"GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1"} if library.name == "torch" else {}
-        )
+        return {
+            "torch": {"GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1"},
+            "intelmpi": {
+                **library.environment(1),
+                "I_MPI_FABRICS": "ofi",
+                "I_MPI_PIN": "off",
+                "FI_PROVIDER": "tcp",
+                "FI_TCP_IFACE": NIC,
+            },
+        }.get(library.name, {})
 
     def _host_file(self, each: int) -> str:
         path = self.folder / f"hosts-{each}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from comparison.host_table import tables
 from comparison.table import KINDS, size_name
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
     Report = Mapping[str, Any]
 
-__all__ = ["page"]
+__all__ = ["over_hosts", "page"]
 
 WORDS = {
     "private": "ordinary arrays, `out=` given",
@@ -31,6 +32,7 @@ def page(report: Report) -> list[str]:
         *_all_reduce(rows, missed),
         *_moves(rows, missed),
         *_everyday(report.get("everyday", ()), missed),
+        *over_hosts(report),
         *_others(report),
     ]
 
@@ -82,13 +84,33 @@ def _everyday(parts: Iterable[Report], missed: set[str]) -> list[str]:
     return lines
 
 
+def over_hosts(report: Report) -> list[str]:
+    """Return the tables over several hosts, with a line about the run."""
+    lines = []
+    if "machine" in report and "hosts" in report:
+        machine, turns = report["machine"], f"{report['rounds']} rounds of {report['seconds']} s"
+        busy = ", on a busy machine" if machine["busy"] else ""
+        lines += [
+            f"Run of {machine['date'][:10]}, {machine['revision']}, {turns} a call{busy}.",
+            "",
+        ]
+    for title, head, body in tables(report.get("hosts", {}).get("rows", ())):
+        texts = ["| " + " | ".join(row) + " |" for row in (head, *body)]
+        lines += [f"**{title}**", "", texts[0], "|---" * len(head) + "|", *texts[1:], ""]
+    return lines
+
+
 def _others(report: Report) -> list[str]:
     """Return the numbers that have a bound and stand in no other table, and how many bounds were reached."""
     bounds = report.get("bounds", ())
+    rows = report.get("hosts", {}).get("rows", ())
+    in_rows = {one["what"] for row in rows for one in row["bounds"]}
     shown = [
         one
         for one in bounds
-        if not one["what"].endswith(BEST) and "all_reduce(x)" not in one["bound"]["unit"]
+        if not one["what"].endswith(BEST)
+        and "all_reduce(x)" not in one["bound"]["unit"]
+        and one["what"] not in in_rows
     ]
     lines = [
         f"| {one['what']} | {_number(one['value'])}{_mark(one['verdict'] == 'MISSED')} | "

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from comparison.bounds import Verdict
+    from comparison.host_table import Scene
     from comparison.libraries import Library
     from comparison.rounds import Effort
 
@@ -24,12 +25,14 @@ class Setting:
         workers: Numbers of workers.
         effort: How long is measured.
         crowd: Workers of the part that crowds the machine.
+        scenes: Where the part over several hosts measures.
     """
 
     present: Mapping[str, Library]
     workers: tuple[int, ...]
     effort: Effort
     crowd: int
+    scenes: tuple[Scene, ...] = ()
 
     @property
     def syncvar(self) -> Library:

@@ -52,6 +52,8 @@ def main() -> None:
         )
         if values.collective == "broadcast":
             return array_case(x, lambda: comm.Bcast(mine, root=0))
+        if values.collective == "barrier":
+            return array_case(x, comm.Barrier)
         calls: dict[str, Callable[[Any, Any], None]] = {
             "all_reduce": comm.Allreduce,
             "all_gather": comm.Allgather,

@@ -69,6 +69,8 @@ def _of_arrays(
     x = empty(values.brought_count, kind)
     if values.collective == "broadcast":
         return array_case(x, lambda: sv.broadcast(x, out=x))
+    if values.collective == "barrier":
+        return array_case(x, sv.barrier)
     if values.collective == "all_reduce" and in_place:
         return array_case(x, lambda: sv.all_reduce(x, out=x), in_place=True)
     if values.collective == "all_to_all" and "out" not in signature(sv.all_to_all).parameters:

@@ -12,6 +12,7 @@ The size of a call is that of its larger buffer, as in nccl-tests:
 | all_gather | the gathered vector | its piece | all of it |
 | reduce_scatter | the vector that is reduced | all of it | its piece |
 | all_to_all | the vector that is cut | all of it | a piece of each rank's |
+| barrier | a vector that stays as it is | all of it | what it brought |
 
 Where a vector is cut, its count is rounded up to equal pieces.
 """
@@ -121,6 +122,8 @@ class Values:
         match self.collective:
             case "broadcast":
                 return whole
+            case "barrier":
+                return self.brought()
             case "all_gather":
                 return np.concatenate([whole * factor for factor in factors])
             case "reduce_scatter":

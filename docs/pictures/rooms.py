@@ -6,10 +6,11 @@ ROW, WIDTH, HEIGHT = 68, 136, 34
 # The middle of each room's box, from left to right. The rows are the layers.
 PLACES = {
     "launcher": 162,
-    "checkpoint": 84,
+    "elastic": 84,
     "testing": 240,
     "examples": 396,
     "cli": 546,
+    "checkpoint": 84,
     "parameter_server": 162,
     "strategies": 84,
     "optimizers": 330,

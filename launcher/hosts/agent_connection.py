@@ -24,7 +24,7 @@ from syncvar_launcher.hosts.agent_protocol import Message, PipeOutbox, Reader, c
 from syncvar_launcher.local.worker_start import child_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncvar_launcher.options.hostfile import Host
 
@@ -219,6 +219,20 @@ class RemoteHost:
         """Keep the facts that the agent sends."""
         self.facts = {**checked_facts(facts), **self.known}
 
+    def learn_from(self, messages: Iterable[Message]) -> None:
+        """Keep the facts among messages; end the connection if they are not understood."""
+        for message in messages:
+            if message["kind"] == "facts":
+                try:
+                    self.learn(message["facts"])
+                except WireError as error:
+                    self.end(f"{NOT_UNDERSTOOD}: {error_message(error)}")
+
+    @property
+    def slots(self) -> int:
+        """The slots of the host, after its facts have come: by default one per usable core."""
+        return int(self.host.slots or self.facts["core_count"])
+
     def words(self) -> str:
         """Return the last text that ssh, the remote shell and the agent wrote to standard error."""
         for _ in range(_READS_AT_ONCE):
@@ -249,14 +263,23 @@ class RemoteHost:
         if self.process.poll() is None:
             self.process.kill()
 
-    def close(self) -> None:
-        """Release the connection; the agent ends with its input."""
+    def release(self) -> None:
+        """End a lost connection, and close its pipes; do not wait. Idempotent."""
+        if self.process.poll() is None and not self.is_ended:  # `poll` also leaves no zombie
+            self.end("its connection is closed")
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
         for one in (self.process.stdin, self.process.stdout, self.process.stderr):
             with contextlib.suppress(OSError):
                 if one is not None:
                     one.close()
         self._open.clear()
         self._outbox.clear()
+
+    def close(self) -> None:
+        """Release the connection; the agent ends with its input."""
+        self._close_pipes()
         try:
             self.process.wait(2.0)
         except subprocess.TimeoutExpired:

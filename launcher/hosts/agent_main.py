@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import syncvar
 from syncvar.core.errors import ConfigError, SyncvarError, WireError, error_message
-from syncvar.core.exit_status import CONFIGURATION, LIMITS
+from syncvar.core.exit_status import CONFIGURATION, LIMITS, NOTICE_ECHO_S
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
@@ -57,6 +57,9 @@ _ATTEMPT_ORDERS: dict[str, Callable[[HostRanks, Message], None]] = {
         order["request_id"], order["rank"], all_threads=order["all_threads"]
     ),
     "abort": lambda ranks, order: ranks.shm.abort(order["generation"]),
+    "begin_generation": lambda ranks, order: ranks.shm.begin_generation(
+        order["generation"], {order["host"]: (order["index"], order["size"])}
+    ),
     "credit": lambda ranks, order: ranks.add_credit(
         order["rank"], order["stream"], order["nbytes"]
     ),
@@ -106,6 +109,7 @@ class HostAgent:
         self._call = bytearray()
         self._is_stopped = False
         self._notices, self._is_forwarded = 0, False  # of requests to release this host
+        self._noticed_at = 0.0  # when the first one came
         self._handlers: dict[str, Callable[[Message], None]] = {
             "get_facts": self._send_facts,
             "listen": self._listen,
@@ -129,6 +133,11 @@ class HostAgent:
 
         Workers get SIGTERM and may save; a second request, or one without workers, ends the agent.
         """
+        now = time.monotonic()
+        if not self._notices:
+            self._noticed_at = now
+        elif now - self._noticed_at < NOTICE_ECHO_S:
+            return
         self._notices += 1
 
     def serve(self) -> int:
@@ -327,11 +336,13 @@ class HostAgent:
 
     def _release_host(self) -> None:
         """Forward the notice to the workers; end after them, or at the next notice."""
-        workers = self._ranks.processes.workers if self._ranks is not None else {}
-        if self._ranks is not None and self._notices == 1 and workers:
-            if not self._is_forwarded:
+        if self._ranks is not None and self._notices == 1:
+            running = self._ranks.running()
+            if not running:
+                self._end_attempt({})  # it sends what the workers have left
+            elif not self._is_forwarded:
                 self._is_forwarded = True
-                self._ranks.processes.send(list(workers), signal.SIGTERM)
+                self._ranks.processes.send(running, signal.SIGTERM)
         elif self._notices > 1 or not self._outbox.nbytes:
             self._is_over = True
 

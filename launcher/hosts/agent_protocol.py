@@ -24,7 +24,7 @@ import msgpack
 from syncvar.core.errors import WireError
 from syncvar_launcher.options.launch_options import RankProgram
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 5
 GREETING = b"syncvar-agent %d\n" % PROTOCOL_VERSION
 MESSAGE_NBYTES_MAX = 16 << 20
 FIRST_CREDIT = 1 << 20
@@ -60,6 +60,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "call_data": {"data": bytes},
     "start": {"request": dict},
     "restart_rank": {"rank_spec": dict},
+    "begin_generation": {"generation": int, "host": int, "index": int, "size": int},
     "signal": {"ranks": list, "signal_number": int},
     "signal_groups": {"signal_number": int},
     "kill": {"ranks": list},

@@ -147,10 +147,16 @@ class HostRanks:
         return events
 
     def look(self) -> dict[int, list[Any]]:
-        """Return the state and the processor time of each worker that runs."""
-        self.processes.look()
+        """Return state, processor time, process number and memory of each worker that runs."""
+        processes = self.processes
+        processes.look()
         return {
-            rank: [self.processes.state(rank), self.processes.busy_s(rank), self._stacks.pid(rank)]
+            rank: [
+                processes.state(rank),
+                processes.busy_s(rank),
+                self._stacks.pid(rank),
+                processes.resident_nbytes(rank),
+            ]
             for rank in self.running()
         }
 
@@ -265,7 +271,7 @@ class HostRanks:
     def _make_shm(order: StartRequest, folder: Path) -> ShmService:
         index = int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"])
         workers = len(order.ranks) - order.server_count
-        return ShmService(
+        service = ShmService(
             order.job,
             order.shm_bytes,
             [ShmHost(index, workers, order.server_count, order.core_count, folder)],
@@ -273,6 +279,9 @@ class HostRanks:
             generation=order.generation,
             hands_over=order.requests_shm,
         )
+        if order.ranks[0].environ[f"{PREFIX}ELASTIC"] != "0":
+            service.await_generations()
+        return service
 
     def _keep_call(self, call: bytes) -> None:
         """Store a call where ranks read it, and make the folder for their results."""

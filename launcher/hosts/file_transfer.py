@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncvar.bootstrap.job_private import JobDirectory
 from syncvar.core.errors import ConfigError, SyncvarError, WireError, error_message
 from syncvar.core.output_files import EVIDENCE, PRIVATE, LostFile, create_file, write_error_text
+from syncvar.core.progress_line import size_text
 from syncvar_launcher.hosts.agent_connection import poll_hosts
 from syncvar_launcher.hosts.agent_protocol import CALL_PART_NBYTES
 from syncvar_launcher.local.local_workers import LocalWorkers
@@ -29,6 +30,7 @@ from syncvar_launcher.local.local_workers import LocalWorkers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from syncvar.core.progress_line import ProgressLine
     from syncvar_launcher.hosts.agent_connection import RemoteHost
     from syncvar_launcher.hosts.agent_protocol import Message
     from syncvar_launcher.job.job import Job
@@ -189,37 +191,58 @@ def _folder_of(program: RankProgram, cwd: Path) -> Path:
     return path.parent
 
 
-def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, str]:
+def stage(
+    remotes: Sequence[RemoteHost], collection: Collection, line: ProgressLine
+) -> dict[str, str]:
     """Send the copy to hosts; return the reason for each host, by name, that has none.
 
     Each gets no more at once than its connection takes. A `RemoteHost` with the copy knows its
-    folder.
+    folder. `line` shows how many bytes each host has.
     """
     failed: dict[str, str] = {}
     sources = {one.host.name: collection.messages() for one in remotes}
     sent_at = {one.host.name: time.monotonic() for one in remotes}
+    nbytes = dict.fromkeys(sources, 0)  # of files, queued for each host
     waiting = list(remotes)
     while waiting:
+        if line.is_due():
+            line.show(_progress_text(waiting, nbytes, collection.nbytes))
         for one in waiting:
             source = sources[one.host.name]
             while one.unsent_nbytes < _UNSENT_MAX and (message := next(source, None)) is not None:
                 sent_at[one.host.name] = time.monotonic()
+                nbytes[one.host.name] += len(message.get("data", b""))
                 one.send(**message)
-        received, _ = poll_hosts(waiting, 0.0 if any(one.loss_reason for one in waiting) else 1.0)
+        limit_s = 0.0 if any(one.loss_reason for one in waiting) else 1.0
+        received, _ = poll_hosts(waiting, min(limit_s, line.due_s()))
         now = time.monotonic()
         for one, messages in zip(waiting, received, strict=True):
             name = one.host.name
-            for message in messages:
-                if message["kind"] == "staged":
-                    one.staged = message["folder"]
-                    if message["reason"]:
-                        failed[name] = f"the copy cannot be made: {message['reason']}"
+            if reason := _take_folder(one, messages):
+                failed[name] = f"the copy cannot be made: {reason}"
             if not one.staged and not one.loss_reason and now - sent_at[name] > _PROGRESS_S:
                 one.end(f"it has taken nothing of the copy for {_PROGRESS_S:g} s")
             if one.loss_reason:
                 failed[name] = one.words() or one.loss_reason
         waiting = [one for one in waiting if not one.staged and one.host.name not in failed]
     return failed
+
+
+def _take_folder(one: RemoteHost, messages: Sequence[Message]) -> str:
+    """Note the folder of the copy; return why there is none, "" without a failure."""
+    reason = ""
+    for message in messages:
+        if message["kind"] == "staged":
+            one.staged, reason = message["folder"], message["reason"]
+    return reason
+
+
+def _progress_text(waiting: Sequence[RemoteHost], nbytes: dict[str, int], total: int) -> str:
+    copied = {one.host.name: max(0, nbytes[one.host.name] - one.unsent_nbytes) for one in waiting}
+    slowest = sorted(copied, key=lambda name: copied[name])[:_SHOWN]
+    shown = [f"{name} has {size_text(copied[name], total)}" for name in slowest]
+    done = len(nbytes) - len(waiting)
+    return f"--stage: {done} of {len(nbytes)} hosts have the copy; {', '.join(shown)}"
 
 
 def folder_and_targets(remote: RemoteHost, options: LaunchOptions) -> tuple[str, list[str]]:

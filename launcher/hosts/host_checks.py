@@ -136,7 +136,7 @@ class HostCapacity(NamedTuple):
 
 
 def place_workers(
-    hosts: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
+    hosts: Sequence[HostCapacity], workers: int | None, map_by: str = "slot", *, fewest: int = 0
 ) -> tuple[int, ...]:
     """Return the number of workers of each host; 0 for a host without any.
 
@@ -146,15 +146,18 @@ def place_workers(
         hosts: The hosts in their order.
         workers: The number of workers; None for all slots.
         map_by: "slot" fills a host before the next one. "host" gives each one worker in turn.
+        fewest: Fewest workers of an elastic job, which begins with as many as there are slots.
 
     Example:
         >>> two = [HostCapacity("a", 4), HostCapacity("b", 4)]
-        >>> place_workers(two, 5), place_workers(two, 5, "host")
-        ((4, 1), (3, 2))
+        >>> place_workers(two, 5), place_workers(two, 5, "host"), place_workers(two, 9, fewest=2)
+        ((4, 1), (3, 2), (4, 4))
     """
     if workers is None:
         return tuple(one.slots for one in hosts)
     soft = sum(one.slots for one in hosts)
+    if fewest:
+        workers = max(fewest, min(workers, soft))
     most = [max(one.slots, one.max_slots or 0) for one in hosts]
     if workers > sum(most):
         there = ", ".join(f"{one.name} {limit}" for one, limit in zip(hosts, most, strict=True))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable, WireError, error_message
+from syncvar.core.progress_line import missing_text, terminal_line
 from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar_launcher.hosts.agent_connection import (
     AGENT,
@@ -32,6 +33,7 @@ from syncvar_launcher.hosts.agent_connection import (
 )
 from syncvar_launcher.hosts.agent_protocol import Message, checked_list
 from syncvar_launcher.hosts.file_transfer import Collection, collect_files, stage, without_call
+from syncvar_launcher.hosts.host_arrivals import HostArrivals
 from syncvar_launcher.hosts.host_checks import (
     HostCapacity,
     Listeners,
@@ -45,6 +47,7 @@ from syncvar_launcher.hosts.host_checks import (
     place_workers,
     refusal_text,
 )
+from syncvar_launcher.hosts.host_discovery import HostDiscovery
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.host_resources import OF_LIMITS, LimitTooLow, TimePassed
 from syncvar_launcher.options.launch_options import check_debugged
@@ -69,18 +72,27 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     for notice in chosen.hosts.notices:
         show(notice)
     check_file_limit(chosen)
+    discovery = None
+    if chosen.hosts.discovery is not None:
+        discovery = HostDiscovery(chosen.hosts.discovery, chosen.runtime.host_discovery_s)
+        limit_s = chosen.runtime.rendezvous_timeout_s
+        entries = discovery.first(chosen.ranks.fewest, limit_s, show)
+        chosen = chosen._replace(hosts=chosen.hosts._replace(entries=entries))
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     with contextlib.closing(JobHosts(chosen, show)) as host_group:
         host_group.open(_import_the_rest)
+        if chosen.may_grow:
+            host_group.arrivals = HostArrivals(chosen, host_group, discovery, show)
         # Not before the logins.
         from syncvar_launcher.hosts.remote_workers import RemoteWorkers
         from syncvar_launcher.job import restart_loop
 
         workers = sum(one.workers for one in host_group.sites)
-        shown_ranks(chosen.output.selection, workers)
+        shown_ranks(chosen.output.selection, max(workers, chosen.ranks.workers))
         check_debugged(chosen.ranks.debug, workers)
-        final = chosen.with_workers(workers)
+        # An elastic job keeps numbers for workers of hosts that come later.
+        final = chosen if chosen.ranks.fewest else chosen.with_workers(workers)
         job = Job(final, arguments, os.environ, host_group)
         make_workers = partial(RemoteWorkers, host_group)
         host_group.exit_code = restart_loop.run(job, None, make_workers)
@@ -107,6 +119,7 @@ class JobHosts:
         self._until = self.began + options.limits.timeout_s
         self._options = options
         self._show = show
+        self._line = terminal_line(options.runtime.progress)
         self.secret = os.urandom(KEY_BYTES)  # the secret of the job
         self.sites: list[HostSlot] = []  # the hosts that have workers, in the order of their ranks
         self.address = ""  # the address at which the launcher listens
@@ -117,6 +130,7 @@ class JobHosts:
         self._joined: JoinGroup | None = None
         self._started: StartedHosts | None = None
         self._collection: Collection | None = None
+        self.arrivals: HostArrivals | None = None  # of an elastic job to which hosts may come
         # The exit code of the job, for hosts that have joined.
         self.exit_code = exit_status.RENDEZVOUS
 
@@ -137,10 +151,11 @@ class JobHosts:
             self._check(self._remotes)
             self._merge_by_machine()
         capacities = [
-            HostCapacity(host.name, host.slots or facts["core_count"], host.max_slots)
-            for host, facts in ((one.host, one.facts) for one in self._remotes)
+            HostCapacity(one.host.name, one.slots, one.host.max_slots) for one in self._remotes
         ]
-        sizes = place_workers(capacities, options.ranks.workers or None, options.hosts.map_by)
+        wanted = options.ranks.workers or None
+        map_by, fewest = options.hosts.map_by, options.ranks.fewest
+        sizes = place_workers(capacities, wanted, map_by, fewest=fewest)
         used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
         for one, size in zip(self._remotes, sizes, strict=True):
             if not size:
@@ -162,8 +177,31 @@ class JobHosts:
         )
         return int(port)
 
+    # -- hosts that come later ---------------------------------------------------------------------
+
+    def log_in(self, host: Host) -> RemoteHost:
+        """Start to log in to a host, and ask it for its facts."""
+        return self._start(host)
+
+    def joined(self) -> list[RemoteHost]:
+        """Return hosts that have joined by themselves since the last call."""
+        return [] if self._joined is None else self._joined.newcomers()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading: a host joins."""
+        return [] if self._joined is None else [self._joined.descriptor()]
+
+    def admit(self, slot: HostSlot) -> None:
+        """Add a host, and copy the script to it; raise HostUnreachable if that fails."""
+        self._remotes.append(slot.remote)
+        self.sites.append(slot)
+        self._until = float("inf")
+        self._stage([slot.remote])
+
     def close(self) -> None:
         """Let all agents end. Idempotent."""
+        if self.arrivals is not None:
+            self.arrivals.close()
         for one in self._remotes:
             one.end_input()
         for one in self._remotes:
@@ -205,6 +243,8 @@ class JobHosts:
         self._until = time.monotonic() + left_s
         for one in self.sites:
             one.remote.drain()  # messages since the last attempt are unread
+        if self._options.ranks.fewest:
+            self._keep_living()
         lost = [place for place, one in enumerate(self.sites) if one.remote.loss_reason]
         if not lost:
             return
@@ -229,6 +269,18 @@ class JobHosts:
                 now = f"it is another machine now, without the address {one.address}"
                 self._refuse({one.remote.host: f"{now}; start the job again"})
             self.sites[place] = one._replace(facts=one.remote.facts)
+
+    def _keep_living(self) -> None:
+        """Go on with the hosts that live, if they have enough slots for an elastic job."""
+        ranks, left = self._options.ranks, self._options.ranks.workers
+        living = []
+        for one in self.sites:
+            size = min(one.workers, left)
+            if size and not one.remote.loss_reason:
+                living.append(one._replace(workers=size))
+                left -= size
+        if sum(one.workers for one in living) >= ranks.fewest:
+            self.sites = living
 
     # -- how the launcher reaches the agents -------------------------------------------------------
 
@@ -340,7 +392,9 @@ class JobHosts:
         watched = listeners.descriptors() if listeners is not None else []
         missing = [one for one in remotes if not one.loss_reason]
         while missing and (left_s := until - time.monotonic()) > 0:
-            received, ready = poll_hosts(missing, left_s, watched)
+            if kind == "facts" and self._line.is_due():
+                self._line.show(self._login_text(missing))
+            received, ready = poll_hosts(missing, min(left_s, self._line.due_s()), watched)
             answered = []
             for one, messages in zip(missing, received, strict=True):
                 for message in messages:
@@ -355,7 +409,14 @@ class JobHosts:
                     listeners.readable(descriptor)
             missing = [one for one in missing if one not in answered and not one.loss_reason]
             if is_one_enough and len(missing) < len(remotes):
-                return
+                break
+        self._line.close()
+
+    def _login_text(self, missing: Sequence[RemoteHost]) -> str:
+        count = max(len(self._remotes), len(self._options.hosts.entries))
+        answered = sum(bool(one.facts) for one in self._remotes)
+        names = missing_text(one.host.name for one in missing)
+        return f"{answered} of {count} hosts have answered; {names}"
 
     def _collect(
         self,
@@ -379,7 +440,8 @@ class JobHosts:
 
     def _stage(self, remotes: Sequence[RemoteHost]) -> None:
         if self._collection is not None:
-            failed = stage(remotes, self._collection)
+            with terminal_line(self._options.runtime.progress) as line:
+                failed = stage(remotes, self._collection, line)
             if failed:
                 self._refuse(
                     {one.host: failed[one.host.name] for one in remotes if one.host.name in failed}
@@ -387,8 +449,20 @@ class JobHosts:
 
     def _refuse_silent(self, silent: Iterable[RemoteHost]) -> None:
         reasons = {one.host: self._silence_reason(one) for one in silent}
-        if reasons:
+        if reasons and not self._leave_out(reasons):
             self._refuse(reasons)
+
+    def _leave_out(self, reasons: dict[Host, str]) -> bool:
+        """Start an elastic job without some hosts; return False if it needs them."""
+        others = [one for one in self._remotes if one.host not in reasons and one.facts]
+        slots = sum(one.slots for one in others)
+        if not 0 < self._options.ranks.fewest <= slots or self.sites:
+            return False
+        for one in [one for one in self._remotes if one.host in reasons]:
+            self._show(f"{one.host.name} is left out: {reasons[one.host]}")
+            self._remotes.remove(one)
+            one.close()
+        return True
 
     def _silence_reason(self, one: RemoteHost) -> str:
         if self._joined is not None:
@@ -417,7 +491,7 @@ class JobHosts:
             for one in remotes
             if (reason := missing_resources(one.facts, one.host, self._options))
         }
-        if reasons:
+        if reasons and not self._leave_out(reasons):
             self._refuse(reasons)
 
     def _merge_by_machine(self) -> None:
@@ -427,7 +501,7 @@ class JobHosts:
             known = first.setdefault(one.facts["machine"], one)
             if known is one:
                 continue
-            slots = [each.host.slots or each.facts["core_count"] for each in (known, one)]
+            slots = [known.slots, one.slots]
             are_cores = known.host.slots is None and one.host.slots is None
             total = max(slots) if are_cores else sum(slots)
             known.host = known.host._replace(slots=total)
@@ -440,15 +514,28 @@ class JobHosts:
 
     def _find_addresses(self) -> list[str]:
         """Return addresses of the launcher and of each host at which all others reach them."""
+        candidates, answers = self.test_addresses()
+        return choose_addresses([one.host.name for one in self._remotes], candidates, answers)
+
+    def test_addresses(self) -> tuple[list[list[str]], list[list[bool]]]:
+        """Return the addresses of the launcher and of each host, and which host reaches which.
+
+        The answers of each host are about all these addresses, in their order.
+        """
         remotes, iface = self._remotes, self._options.hosts.iface
         near = [self._is_near(one) for one in remotes]
         seen = [one.facts["launcher_address"] for one in remotes]
         candidates = [
-            host_candidates(one.host, one.facts, iface, are_all_near=all(near)) for one in remotes
+            host_candidates(
+                one.host,
+                one.facts,
+                iface,
+                are_all_near=all(near) and not self._options.may_grow,
+            )
+            for one in remotes
         ]
-        own = launcher_candidates(
-            self._own_interfaces, seen, iface, is_here_only=all(near) and not any(seen)
-        )
+        is_here_only = all(near) and not any(seen) and not self._options.may_grow
+        own = launcher_candidates(self._own_interfaces, seen, iface, is_here_only=is_here_only)
         token = os.urandom(KEY_BYTES)
         listeners = Listeners(own, token)
         counts = {}
@@ -474,7 +561,7 @@ class JobHosts:
             )
         finally:
             listeners.close()
-        return choose_addresses([one.host.name for one in remotes], [own, *candidates], answers)
+        return [own, *candidates], answers
 
 
 def _learn_facts(one: RemoteHost, message: Message) -> None:

@@ -8,10 +8,11 @@ blocks.
 from __future__ import annotations
 
 import re
+import signal
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from syncvar.core.errors import WireError, error_message
+from syncvar.core.errors import ConfigError, HostUnreachable, WireError, error_message
 from syncvar.core.exit_status import INTERNAL
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.stack_dump import StackFrame, Thread, stack_text
@@ -27,6 +28,7 @@ from syncvar_launcher.io.output import escape
 from syncvar_launcher.io.standard_streams import Input
 from syncvar_launcher.local.local_workers import (
     Event,
+    HostArrived,
     Spared,
     WorkerExited,
     WorkerOutput,
@@ -40,12 +42,14 @@ from syncvar_launcher.local.worker_start import shared_variables
 from syncvar_launcher.options.worker_environment import carried_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from syncvar_launcher.hosts.agent_connection import HostSlot
     from syncvar_launcher.hosts.agent_protocol import Message
+    from syncvar_launcher.hosts.host_arrivals import HostArrivals
     from syncvar_launcher.job.job import Job
+    from syncvar_launcher.local.host_resources import Binding
     from syncvar_launcher.local.local_workers import LocalWorkers
 
 _CLOSE_S = 10.0
@@ -59,11 +63,12 @@ _FAILURE_FIELDS = {"error", "message", "traceback", "exit_code"}
 
 
 class _RemoteProcess(NamedTuple):
-    """The last report on a rank's process: state letter, processor time, and number on its host."""
+    """The last report on a rank's process."""
 
-    letter: str = ""
-    busy_s: float = 0.0
-    pid: int = -1
+    letter: str = ""  # its state
+    busy_s: float = 0.0  # processor time
+    pid: int = -1  # its number on its host
+    resident_nbytes: int = 0  # memory
 
 
 _UNKNOWN = _RemoteProcess()
@@ -74,6 +79,10 @@ class AgentHosts(Protocol):
 
     secret: bytes
     sites: list[HostSlot]
+    arrivals: HostArrivals | None
+
+    def admit(self, slot: HostSlot) -> None:
+        """Add a host while the job runs."""
 
     def free_port(self) -> int:
         """Return a free port at the first host's address."""
@@ -114,7 +123,7 @@ class RemoteWorkers:
             for host, site in enumerate(host_group.sites)
         ]
         # Whether all ranks share one memory.
-        self.is_complete = self._shm_unavailable_reason == [""]
+        self.is_complete = self._shm_unavailable_reason == [""] and not job.options.may_grow
         self._running: set[int] = set()
         self._owed: dict[tuple[int, str], int] = {}
         self._allowed: dict[tuple[int, str], int] = {}
@@ -148,7 +157,7 @@ class RemoteWorkers:
 
     def start(self) -> Iterator[Event]:
         """Start all workers and servers; an agent reports each later."""
-        chosen, config = self._job.options, self._job.config
+        chosen = self._job.options
         forget_results(self._job.environ)
         # For all hosts first: a wrong binding must fail before anything starts.
         bindings = [self._job.binding_of(index) for index in range(len(self._host_group.sites))]
@@ -160,57 +169,141 @@ class RemoteWorkers:
             }
         first = 0
         for index, site in enumerate(self._host_group.sites):
-            ranks = range(first, first + site.workers)
+            ranks = dict.fromkeys(range(first, first + site.workers), 0)
+            self._start_site(index, ranks, bindings[index], torch)
             first += site.workers
-            servers = [number for number in self._job.servers if self._job.host_of(number) == index]
-            specs = [self._rank_spec(number, {}, None) for number in servers]
-            for rank in ranks:
-                cores = bindings[index].cores[rank - ranks[0]]
-                has_input = rank == self._reader
-                specs.append(self._rank_spec(rank, torch, cores, has_input=has_input))
-            cwd, targets = folder_and_targets(site.remote, chosen)
-            programs = [
-                one._replace(target=target)._asdict()
-                for one, target in zip(self._job.programs, targets, strict=True)
-            ]
-            request = {
-                "job": self._job.job_id,
-                "generation": self._generation,
-                "secret": self._host_group.secret,
-                "ranks": specs,
-                "shm_bytes": config.shm_bytes,
-                "core_count": site.facts["core_count"],
-                "shm_unavailable_reason": self._shm_unavailable_reason[index],
-                "requests_shm": config.transport != "zmq",
-                "env_clear": chosen.program.env_clear,
-                "saves_call_totals": bool(chosen.output.stats),
-                "start_method": chosen.ranks.start_method,
-                "cwd": cwd,
-                "programs": programs,
-                "environ": {
-                    **carried_variables(self._job.environ),
-                    **shared_variables(self._job.programs),
-                },
-                "server_count": len(servers),
-            }
-            self.workers |= dict.fromkeys((*servers, *ranks), site)
-            self._running |= {*servers, *ranks}
-            site.remote.heard = time.monotonic()
-            for part in call_parts(self._job.environ):
-                site.remote.send("call_data", data=part)
-            site.remote.send("start", request=request)
         self._input.take()
         return iter(())
+
+    def _start_site(
+        self, index: int, ranks: Mapping[int, int], binding: Binding, torch: dict[str, str]
+    ) -> None:
+        """Start the servers and workers of a host; `ranks` has counts of earlier processes."""
+        chosen, config = self._job.options, self._job.config
+        site = self._host_group.sites[index]
+        servers = [number for number in self._job.servers if self._job.host_of(number) == index]
+        specs = [self._rank_spec(number, {}, None) for number in servers]
+        for place, (rank, incarnation) in enumerate(ranks.items()):
+            has_input = rank == self._reader
+            cores = binding.cores[place]
+            specs.append(
+                self._rank_spec(rank, torch, cores, has_input=has_input, incarnation=incarnation)
+            )
+        cwd, targets = folder_and_targets(site.remote, chosen)
+        programs = [
+            one._replace(target=target)._asdict()
+            for one, target in zip(self._job.programs, targets, strict=True)
+        ]
+        request = {
+            "job": self._job.job_id,
+            "generation": self._generation,
+            "secret": self._host_group.secret,
+            "ranks": specs,
+            "shm_bytes": config.shm_bytes,
+            "core_count": site.facts["core_count"],
+            "shm_unavailable_reason": self._shm_unavailable_reason[index],
+            "requests_shm": config.transport != "zmq",
+            "env_clear": chosen.program.env_clear,
+            "saves_call_totals": bool(chosen.output.stats),
+            "start_method": chosen.ranks.start_method,
+            "cwd": cwd,
+            "programs": programs,
+            "environ": {
+                **carried_variables(self._job.environ),
+                **shared_variables(self._job.programs),
+            },
+            "server_count": len(servers),
+        }
+        self._forget(ranks)
+        self.workers |= dict.fromkeys((*servers, *ranks), site)
+        self._running |= {*servers, *ranks}
+        site.remote.heard = time.monotonic()
+        for part in call_parts(self._job.environ):
+            site.remote.send("call_data", data=part)
+        site.remote.send("start", request=request)
+
+    # -- hosts that come and go --------------------------------------------------------------------
+
+    def look_for_hosts(self, room: int | None, returning: Collection[int]) -> None:
+        """Look for hosts with room for so many workers; ask workers of others to leave."""
+        arrivals = self._host_group.arrivals
+        if arrivals is None:
+            return
+        restarting = [self.workers[number] for number in returning if number in self.workers]
+        for site in self._host_group.sites:
+            is_empty = not (self._running_on(site) or any(site is one for one in restarting))
+            if is_empty and room is not None and not site.remote.loss_reason:
+                site.remote.end("its workers have ended")  # the next login starts workers again
+            if is_empty and site.remote.loss_reason:
+                site.remote.release()
+        living = [site for site in self._host_group.sites if not site.remote.loss_reason]
+        for name in arrivals.look({site.name for site in living}, room=room or 0):
+            leaving = next(site for site in living if site.name == name)
+            numbers = self._running_on(leaving)
+            if numbers:
+                self._messages.append(f"{name} is to be left: its workers are asked to leave")
+                self.send(numbers, signal.SIGTERM)
+
+    def start_host(self, slot: HostSlot, numbers: Mapping[int, int]) -> Iterator[Event]:
+        """Start workers on a host that has come; `numbers` has counts of earlier processes."""
+        if not numbers:
+            slot.remote.end("the job needs no more workers")
+            slot.remote.close()
+            return
+        site, index = slot._replace(workers=len(numbers)), len(self._host_group.sites)
+        binding, reason = None, ""
+        try:
+            self._host_group.admit(site)
+            binding = self._job.binding_of(index)
+        except (HostUnreachable, ConfigError) as error:  # the job goes on without it
+            reason = escape(f"its host {site.name} cannot be used: {error_message(error)}")
+        self._job.place(index, numbers)
+        processor = self._job.processor_of(index)
+        self._shm_unavailable_reason.append(
+            shm_unavailable_reason(self._job.options, processor, len(numbers))
+        )
+        for number in numbers:
+            for stream in ("out", "err"):
+                for counts in (self._owed, self._allowed, self._received):
+                    counts.pop((number, stream), None)
+        if binding is not None:
+            self._start_site(index, numbers, binding, {})
+            return
+        site.remote.end("it cannot be used")
+        self._exclude(site)
+        for number in numbers:
+            yield WorkerUnreachable(number, reason)
+
+    def _forget(self, ranks: Iterable[int]) -> None:
+        """Forget what is known of the last processes of ranks."""
+        for rank in ranks:
+            self._processes.pop(rank, None)
+            self.places.pop(rank, None)
+            self._noted.discard(rank)
+
+    def _exclude(self, site: HostSlot) -> None:
+        if self._host_group.arrivals is not None:
+            self._host_group.arrivals.fail(site.name)
 
     def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start a rank again, alone; it gets no input."""
         site = self.workers[rank]
+        if site.remote.loss_reason:
+            yield WorkerUnreachable(rank, f"its host {site.name} is gone")
+            return
         host = self._job.host_of(rank)
-        cores = self._job.binding_of(host).cores[self._job.hosts.local_rank(rank)]
+        cores = self._job.binding_of(host).cores[self._job.local_rank(rank)]
+        self._forget((rank,))
         self._running.add(rank)
         spec = self._rank_spec(rank, {}, cores, incarnation=incarnation)
         site.remote.send("restart_rank", rank_spec=spec)
-        return iter(())
+
+    def begin_generation(self, generation: int, seats: Mapping[int, tuple[int, int]]) -> None:
+        """Prepare shared memory for a generation of an elastic job."""
+        for host, (index, size) in seats.items():
+            self._host_group.sites[host].remote.send(
+                "begin_generation", generation=generation, host=host, index=index, size=size
+            )
 
     def _rank_spec(
         self,
@@ -249,11 +342,16 @@ class RemoteWorkers:
                 )
                 self.workers[rank].remote.send("credit", rank=rank, stream=stream, nbytes=count)
         watched = [one for site in self._host_group.sites for one in site.remote.descriptors()]
+        if self._host_group.arrivals is not None:
+            watched += self._host_group.arrivals.descriptors()
         return [*watched, *self._input.descriptors()] if self._reader in self.workers else watched
 
     def unsent(self) -> list[int]:
         """Return the descriptors to poll for writing."""
-        return [one for site in self._host_group.sites for one in site.remote.unsent()]
+        unsent = [one for site in self._host_group.sites for one in site.remote.unsent()]
+        if self._host_group.arrivals is not None:
+            unsent += self._host_group.arrivals.unsent()
+        return unsent
 
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported."""
@@ -264,6 +362,9 @@ class RemoteWorkers:
             if data is not None:
                 self.workers[self._reader].remote.send("input", data=data)
             return
+        if self._host_group.arrivals is not None:
+            for slot in self._host_group.arrivals.readable(descriptor):
+                yield HostArrived(slot)
         for site in self._host_group.sites:
             site.remote.flush()
             for message in site.remote.readable(descriptor):
@@ -296,6 +397,10 @@ class RemoteWorkers:
     def busy_s(self, rank: int) -> float:
         """Return the last known processor time of a worker's process, in seconds."""
         return self._processes.get(rank, _UNKNOWN).busy_s
+
+    def resident_nbytes(self, rank: int) -> int:
+        """Return the last known memory of a worker's process, in bytes; 0 after its end."""
+        return self._processes.get(rank, _UNKNOWN).resident_nbytes if rank in self._running else 0
 
     def send(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to workers; SIGTERM also wakes those that are stopped."""
@@ -507,9 +612,11 @@ class RemoteWorkers:
             yield WorkerUnreachable(each, reason, code)
 
     def _keep_process_states(self, message: Message, site: HostSlot) -> None:
-        for rank, (letter, busy_s, pid) in message["states"].items():
+        for rank, (letter, busy_s, pid, nbytes) in message["states"].items():
             if self.workers.get(rank) is site:
-                self._processes[rank] = _RemoteProcess(str(letter)[:1], float(busy_s), int(pid))
+                self._processes[rank] = _RemoteProcess(
+                    str(letter)[:1], float(busy_s), int(pid), int(nbytes)
+                )
 
     def _keep_places(self, message: Message, site: HostSlot) -> None:
         for rank, line in message["places"].items():
@@ -542,7 +649,10 @@ class RemoteWorkers:
         found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", message["name"])
         if found is not None:
             rank = int(found[2]) + (SERVER_0 if found[1] else 0)
-            if self.workers.get(rank) is site:
+            # In an elastic job a record bears the rank in its generation, on any of the hosts.
+            ranks = self._job.options.ranks
+            is_elastic = ranks.forms_generations and rank < ranks.workers
+            if is_elastic or self.workers.get(rank) is site:
                 self._files.keep_record(message["name"], message["data"], site.name)
 
     def _keep_result(self, message: Message, site: HostSlot) -> None:
@@ -564,6 +674,7 @@ class RemoteWorkers:
         ended = f"; its connection ended with {status}" if status is not None else ""
         last = f" ({words[-1].strip()})" if words else ""
         reason = escape(f"its host {site.name} is gone: {site.remote.loss_reason}{ended}{last}")
+        self._exclude(site)
         for rank in ranks:
             self._running.discard(rank)
             yield WorkerUnreachable(rank, reason)

@@ -5,8 +5,9 @@ marks that change the direction of text, appear as escapes. A terminal still get
 lines and prompts.
 
 A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return
-alone is progress. A terminal shows it at once, and the next text replaces it. Other sinks get its
-last state, and before that one state every 10 s.
+alone is progress. A terminal shows it in a line at its bottom, one for each rank, which changes in
+place; lines that have ended appear above. Other sinks get the last state of the progress, and
+before that one state every 10 s.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from syncvar.core.output_files import REQUESTED, LostFile, check_folder, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, process_name, short_name
+from syncvar_launcher.io.live_lines import STATUS, LineKey, LiveLines, split_nested, update_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -28,8 +30,11 @@ Stream = Literal["out", "err"]
 
 LINE_NBYTES = 16 << 10
 TAIL_LINES = 40
+LOG_LINES = 200
 IDLE_S = 0.2
 PROGRESS_S = 10.0  # between two states of one progress line where no terminal replaces the first
+BELOW_S = 0.02  # until a line feed after progress ends it, and does not lead to a bar below
+DRAW_S = 0.05  # between two changes of the lines at the bottom of a terminal
 
 # Memory of the tail stays below 40 x 2 000 bytes for each rank, whatever the ranks write.
 _TAIL_NBYTES = 2_000
@@ -49,6 +54,9 @@ _UNSAFE = (
 _FOR_FILE = re.compile(_UNSAFE)
 _FOR_TERMINAL = re.compile(f"{_SEQUENCE}|{_UNSAFE}")
 _SEQUENCES = re.compile(_SEQUENCE)
+_ERASURES = re.compile(rb"\x1b\[[0-9;:]*K")
+_BLANK = re.compile(rb"(?:[ \t]|\x1b\[[0-9;:]*[mK])*")  # progress that clears its line
+_ROWS = 24  # of a terminal that does not report its size
 _LOG = re.compile(r"(rank|server)-(0|[1-9][0-9]{0,8})\.(?:out|err)")
 
 
@@ -68,6 +76,20 @@ class Sink(NamedTuple):
     file: Writable  # flushed after each write
     is_terminal: bool = False  # progress and prompts stay, and colours of the programs pass
     color: bool = False  # of our own prefixes
+    is_dumb: bool = False  # a terminal whose cursor cannot move up: it shows no live lines
+    descriptor: int = -1  # to ask for the number of rows
+
+    @property
+    def has_live_lines(self) -> bool:
+        """Whether progress changes in place."""
+        return self.is_terminal and not self.is_dumb
+
+    def rows(self) -> int:
+        """Return the number of rows of the terminal."""
+        try:
+            return os.get_terminal_size(self.descriptor).lines or _ROWS
+        except OSError:
+            return _ROWS
 
 
 _Tail = deque[tuple[Stream, bytes, bool]]
@@ -83,6 +105,10 @@ class _Source:
         self.pending = b""  # of a line that has not ended
         self.continued = False  # the start of a line that is too long was forwarded already
         self.returned: bytes | None = None  # last progress, to which a following line feed belongs
+        self.is_progress = False  # the last end was a carriage return, so `pending` is progress
+        self.is_nested = False  # it has several bars, one below the other
+        self.unsure = b""  # a line feed that may lead to the next bar below
+        self.unsure_since = 0.0
         self.held = b""  # progress that waits because it may be replaced soon
         self.progressed: float | None = None  # when progress was last forwarded, or first held
         self.shown = b""  # the part of `pending` that the terminal shows as a prompt
@@ -140,6 +166,8 @@ class OutputForwarder:
         self._is_one = is_one
         # Whose lines went to the sinks last.
         self._recent: deque[tuple[int, Stream]] = deque(maxlen=TAIL_LINES)
+        # The last lines of all ranks in their order, and whether each is progress
+        self._log: deque[tuple[int, bytes, bool]] = deque(maxlen=LOG_LINES)
         self._sinks: dict[Stream, Sink] = {"out": stdout, "err": stderr}
         self._dead: set[Stream] = set()
         self._shown = shown
@@ -147,7 +175,13 @@ class OutputForwarder:
         self._sources: dict[tuple[int, Stream], _Source] = {}
         self._tails: dict[int, _Tail] = {}
         self._concealed: dict[tuple[int, Stream], deque[bytes]] = {}
-        self._live: _Source | None = None  # whose unfinished line stands on the terminal
+        self._live: _Source | None = None  # whose prompt stands on the terminal
+        self._lines = LiveLines()
+        # The stream of the terminal that shows the live lines.
+        self._screen: Stream | None = None
+        if stderr.has_live_lines or stdout.has_live_lines:
+            self._screen = "err" if stderr.has_live_lines else "out"
+        self._drawn = float("-inf")  # when the live lines were last drawn
         self._now = 0.0
         self._lost_output: list[LostFile] = []
         self._logs = _Logs(log_dir, self._warn) if log_dir is not None else None
@@ -166,7 +200,14 @@ class OutputForwarder:
         self._now = source.changed = now
         if self._logs is not None:
             self._logs.write(rank, stream, data)
-        self._consume(source, data)
+        other = self._sources.get((rank, "out" if stream == "err" else "err"))
+        if other is not None and not other.is_nested:
+            self._settle(other)  # keeps the order of the two streams
+        for position, part in self._parts(source, source.unsure + data):
+            if not position:
+                self._consume(source, part)
+            elif self.is_forwarded(rank) and self._sinks[stream].has_live_lines:
+                self._set_line(source, part, position)
 
     def lost_files(self) -> list[LostFile]:
         """Return the files that could not be written whole: logs, and the standard output."""
@@ -174,7 +215,21 @@ class OutputForwarder:
 
     def pass_raw(self, stream: Stream, data: bytes) -> None:
         """Forward bytes of a rank that has the terminal unchanged."""
+        self.clear_live_lines()
+        self._screen = None  # the cursor is where the rank has put it
         self._write(stream, data)
+
+    def show_status(self, text: str) -> None:
+        """Show text of the launcher itself in a line that changes in place; "" removes it.
+
+        Only a terminal shows it.
+        """
+        self._lines.set(STATUS, f"syncvar: {escape(text)}".encode() if text else b"")
+
+    def clear_live_lines(self) -> None:
+        """Remove the live lines from the terminal until the next `tick`."""
+        if self._screen is not None:
+            self._write(self._screen, self._lines.erase())
 
     def close(self, rank: int, stream: Stream) -> None:
         """End a stream: forward a line without end as it is, and close the file. Idempotent."""
@@ -182,12 +237,14 @@ class OutputForwarder:
         if source.closed:
             return
         source.closed = True
-        if source.pending:
-            text, source.pending = source.pending, b""
-            self._forward(source, [(text, b"\n")])
-        elif self._live is source:
-            self._end_live()
+        self._settle(source)
+        if source.is_progress and source.pending and _BLANK.fullmatch(source.pending):
+            source.held = b""
+        elif source.pending:
+            self._forward(source, [(source.pending, b"\n")])
+        source.pending = b""
         self._show_held(source)
+        self._lines.remove(rank, stream)
         source.shown = b""
         source.returned = None
         if self._logs is not None:
@@ -203,16 +260,24 @@ class OutputForwarder:
         )
 
     def tick(self, now: float) -> float | None:
-        """Show unfinished lines on a terminal that have been idle for 0.2 s, such as prompts.
+        """Draw the live lines, and unfinished lines that have been idle for 0.2 s, such as prompts.
 
         Return when to call again at the latest, on the clock of `now`, or None if nothing waits.
         """
         self._now = now
         following: float | None = None
         for source in list(self._sources.values()):
+            if source.unsure:
+                due = source.unsure_since + (IDLE_S if source.is_nested else BELOW_S)
+                if now < due:
+                    following = due if following is None else min(following, due)
+                else:
+                    self._settle(source)
             if not source.pending or source.shown == source.pending:
                 continue
-            if not self._sinks[source.stream].is_terminal or not self.is_forwarded(source.rank):
+            if source.is_progress or not self.is_forwarded(source.rank):
+                continue
+            if not self._sinks[source.stream].is_terminal:
                 continue
             due = source.changed + IDLE_S
             if now < due:
@@ -220,6 +285,23 @@ class OutputForwarder:
             elif self._live is None or self._live is source or not self._live.shown:
                 # A prompt is not pushed away by another one: the first stays until its line ends.
                 self._show_prompt(source)
+        return self._draw(now, following)
+
+    def _draw(self, now: float, following: float | None) -> float | None:
+        """Draw the live lines if they are missing, or if they have changed and it is time.
+
+        A prompt takes their place: its reader types there.
+        """
+        if self._screen is None or self._live is not None:
+            return following
+        if not self._lines.is_missing:
+            if not self._lines.has_changed:
+                return following
+            due = self._drawn + DRAW_S
+            if now < due:
+                return due if following is None else min(following, due)
+        self._drawn = now
+        self._write(self._screen, self._lines.draw(self._sinks[self._screen].rows()))
         return following
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
@@ -230,6 +312,13 @@ class OutputForwarder:
             if source is not None and source.pending:
                 lines.append(source.pending[:_TAIL_NBYTES])
         return tuple(escape(_SEQUENCES.sub("", _decode(line))) for line in lines[-TAIL_LINES:])
+
+    def log_lines(self) -> list[str]:
+        """Return the last 200 lines of all ranks as "[rank] line", escaped, without colours."""
+        return [
+            f"[{short_name(rank)}] {escape(_SEQUENCES.sub('', _decode(line)))}"
+            for rank, line, _ in self._log
+        ]
 
     def stands_above(self, rank: int) -> bool:
         """Return whether the reader has just seen the lines of `last_lines`."""
@@ -279,6 +368,8 @@ class OutputForwarder:
         """Close every stream; no bytes are lost, and the shell's prompt starts on a new line."""
         for source in list(self._sources.values()):
             self.close(source.rank, source.stream)
+        self.show_status("")
+        self.clear_live_lines()
 
     def _source(self, rank: int, stream: Stream) -> _Source:
         source = self._sources.get((rank, stream))
@@ -288,7 +379,42 @@ class OutputForwarder:
                 self._logs.open(rank, stream)
         return source
 
+    def _parts(self, source: _Source, data: bytes) -> list[tuple[int, bytes]]:
+        """Split bytes into updates of bars below the first one, and others; hold the unsure end."""
+        source.unsure, source.unsure_since = b"", self._now
+        if source.is_nested or b"\x1b[A" in data:
+            source.is_nested = True
+            parts, source.unsure = split_nested(data)
+            return parts
+        if not source.is_progress and b"\r" not in data:
+            return [(0, data)]
+        start = update_start(data)
+        line = data[data.rfind(b"\n", 0, start) + 1 : start]
+        is_progress = b"\r" in line.rstrip(b"\r") or (
+            source.is_progress and source.returned is None and len(line) == start
+        )
+        if is_progress:
+            source.unsure = data[start:]
+        return [(0, data[:start] if is_progress else data)]
+
+    def _settle(self, source: _Source) -> None:
+        """Decide that a line feed ends a line, because no bar below has followed."""
+        data, source.unsure = source.unsure, b""
+        for position, part in split_nested(data, is_last=True)[0]:
+            self._consume(source, b"" if position else part)
+
+    def _set_line(self, source: _Source, text: bytes, position: int = 0) -> None:
+        """Set a live line of a stream; blank text removes it."""
+        line = b""
+        if not _BLANK.fullmatch(text):
+            sink = self._sinks[source.stream]
+            safe = _safe(_ERASURES.sub(b"", text[:LINE_NBYTES]), is_terminal=True)
+            line = self._prefix(source, sink) + safe
+        self._lines.set(LineKey(source.rank, source.stream, position), line)
+
     def _consume(self, source: _Source, data: bytes) -> None:
+        if not data:
+            return
         segments: list[tuple[bytes, bytes]] = []
         if source.returned is not None:
             # The carriage return at the end of the last piece may be half of a line end.
@@ -311,6 +437,9 @@ class OutputForwarder:
             self._forward(source, segments)
         if rest:
             source.returned = None
+            sink = self._sinks[source.stream]
+            if source.is_progress and sink.has_live_lines and self.is_forwarded(source.rank):
+                self._set_line(source, rest)
 
     def _forward(self, source: _Source, segments: list[tuple[bytes, bytes]]) -> None:
         """Forward texts of one stream, with their line ends, in one write."""
@@ -318,7 +447,6 @@ class OutputForwarder:
         concealed = self._concealed.get((source.rank, source.stream))
         sink = self._sinks[source.stream]
         body = bytearray()
-        unfinished: _Source | None = None
         for text, end in segments:
             live = is_forwarded
             if concealed and text == concealed[0] and end.endswith(b"\n") and not source.continued:
@@ -330,24 +458,31 @@ class OutputForwarder:
                 body += self._line(source, sink, rest[:cut], b"\n", live=live)
                 source.continued, rest = True, rest[cut:]
             source.returned = rest if end == b"\r" else None
+            source.is_progress = end == b"\r"
             if end == b"\r":
                 if not rest:
                     continue  # a bare carriage return holds nothing to show
-                is_now = live and (sink.is_terminal or self._is_due(source))
-                source.held = b"" if is_now else rest
-                line_end = b"\r" if sink.is_terminal else b"\n"
-                body += self._line(source, sink, rest, line_end, live=is_now, progress=True)
-                unfinished = source if sink.is_terminal else None
+                body += self._progress(source, sink, rest, live=live)
             else:
                 held, source.held = source.held, b""  # a text has replaced it; without one it stays
                 body += self._line(source, sink, rest or held, b"\n", live=live)
-                unfinished = None
+                self._lines.shift(source.rank, source.stream)
             source.continued = not end
         if body:
-            head = self._head(source, source.stream)
-            if sink.is_terminal:
-                self._live = unfinished
-            self._write(source.stream, head + body)
+            self._write(source.stream, self._head(source, source.stream) + body)
+
+    def _progress(self, source: _Source, sink: Sink, text: bytes, *, live: bool) -> bytes:
+        """Keep progress for its live line or its last state; return what a file gets now."""
+        if _BLANK.fullmatch(text):
+            source.held = b""
+            self._set_line(source, b"")
+            return b""
+        if live and sink.has_live_lines:
+            self._set_line(source, text)
+            live = False
+        is_now = live and self._is_due(source)
+        source.held = b"" if is_now else text
+        return self._line(source, sink, text, b"\n", live=is_now, progress=True)
 
     def _is_due(self, source: _Source) -> bool:
         """Return whether to forward progress now, to a sink that cannot replace it."""
@@ -378,6 +513,9 @@ class OutputForwarder:
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
             lines.pop()  # progress is replaced by what follows it
         lines.append((source.stream, text[:_TAIL_NBYTES], progress))
+        if self._log and self._log[-1][0] == source.rank and self._log[-1][2]:
+            self._log.pop()
+        self._log.append((source.rank, text[:_TAIL_NBYTES], progress))
         if not live:
             return b""
         self._recent.append((source.rank, source.stream))
@@ -398,21 +536,15 @@ class OutputForwarder:
     def _finish_progress(self, source: _Source) -> None:
         """Turn progress that was shown already into a line that stays, after its line feed."""
         text = source.returned
-        sink = self._sinks[source.stream]
+        source.is_progress = False
         lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
-        if not text:
-            self._forward(source, [(b"", b"\n")])
+        if not text or _BLANK.fullmatch(text):
+            self._forward(source, [(text or b"", b"\n")])
             return
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
             lines[-1] = (*lines[-1][:2], False)
-        if not sink.is_terminal or not self.is_forwarded(source.rank):
-            self._show_held(source)
-            return
-        if self._live is source:
-            self._end_live()
-        else:  # another rank's line has wiped it off
-            line = self._prefix(source, sink) + _safe(text, is_terminal=True) + b"\n"
-            self._write(source.stream, self._head(source, source.stream) + line)
+        self._lines.shift(source.rank, source.stream)
+        self._show_held(source)
 
     def _show_prompt(self, source: _Source) -> None:
         sink = self._sinks[source.stream]
@@ -423,25 +555,25 @@ class OutputForwarder:
         self._write(source.stream, head + prompt)
 
     def _head(self, source: _Source | None, stream: Stream) -> bytes:
-        """Return the bytes that clear a prompt or an unfinished line of another rank."""
+        """Return the bytes that clear a prompt of another rank and the live lines."""
         if not self._sinks[stream].is_terminal:
             return b""
+        head = b""
+        if self._screen == stream:
+            head = self._lines.erase()
+        else:
+            self.clear_live_lines()
         live, self._live = self._live, None
-        if live is None or (live is source and not live.shown):
-            return b""
-        if live.shown:
-            # The whole line will be written again: when it ends, or when it has been idle again.
-            live.shown = b""
-            live.changed = self._now
+        if live is None:
+            return head
+        # The whole line will be written again: when it ends, or when it has been idle again.
+        live.shown = b""
+        live.changed = self._now
+        clear = b"\n" if self._sinks[live.stream].is_dumb else _CLEAR
         if live.stream == stream:
-            return _CLEAR
-        self._write(live.stream, _CLEAR)
-        return b""
-
-    def _end_live(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            self._write(live.stream, b"\n")
+            return head + clear
+        self._write(live.stream, clear)
+        return head
 
     def _write(self, stream: Stream, data: bytes) -> None:
         if data:

@@ -7,8 +7,6 @@ rendezvous server rejects them because of their generation.
 
 from __future__ import annotations
 
-import os
-import shlex
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +14,14 @@ import zmq
 
 from syncvar.core import exit_status
 from syncvar.core.process_ids import process_name
+from syncvar.core.progress_line import ProgressLine, missing_text
 from syncvar.protocol.membership import Health
 from syncvar_launcher.io.standard_streams import await_readers, patience_s
-from syncvar_launcher.job.attempt_report import StatusSocket
 from syncvar_launcher.job.attempt_workers import WorkerSet
-from syncvar_launcher.job.failure_report import ending_sentence, mask_arguments
+from syncvar_launcher.job.failure_report import ending_sentence
+from syncvar_launcher.job.job_status import JobStatus
 from syncvar_launcher.job.start_progress import clock
+from syncvar_launcher.job.status_socket import StatusSocket
 from syncvar_launcher.local.local_workers import Spared
 
 if TYPE_CHECKING:
@@ -56,9 +56,14 @@ class Attempt:
         self.progress = self.set.progress
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.status_socket = StatusSocket(
-            directory.path, self._about, self.workers, self.report.position, self.report.processes
+            directory.path,
+            JobStatus(self.set, start.job_began, start.restarts),
+            self.workers,
+            self.report.processes,
         )
         self.looked = 0.0
+        is_shown = job.config.progress != "off"  # the forwarder shows it on a terminal only
+        self.start_line = ProgressLine(console.forwarder.show_status if is_shown else None)
 
     def run(self) -> JobOutcome:
         """Start the ranks, and return when all have ended."""
@@ -108,8 +113,10 @@ class Attempt:
             self._look_at_start(now)
             self.set.do(self.supervisor.tick(now))
             self._show_notices()
-            if self.store.failure is not None and self.supervisor.job_cause is None:
-                self.set.do(self.supervisor.did_not_meet(self.store.failure.reason, now))
+            # An elastic job goes on, see `ElasticJob.serve`.
+            failure = self.store.failure if self.set.elastic is None else None
+            if failure is not None and self.supervisor.job_cause is None:
+                self.set.do(self.supervisor.did_not_meet(failure.reason, now))
             idle = self.console.forwarder.tick(now)
             self.console.events.flush()
             if self.console.forwarder.broken and not self.supervisor.interrupted:
@@ -125,6 +132,8 @@ class Attempt:
             outlets.give_up_late(now),
             self.status_socket.due(now),
         ]
+        if self.set.elastic is not None:
+            times.append(self.set.elastic.due())
         if idle is not None:
             times.append(idle)
         if self.supervisor.is_ending:
@@ -155,10 +164,23 @@ class Attempt:
             return True
         return rank != self.options.ranks.debug and not self.console.forwarder.is_forwarded(rank)
 
+    def _show_network(self) -> None:
+        """Show which path data between hosts take, what was measured, and what follows."""
+        from syncvar.algorithms.cost_model import network_lines, rates_by_pair
+
+        network = self.store.coordinator.network
+        network.is_new = False
+        self.console.show(f"data between hosts: {'; '.join(sorted(network.paths)) or 'unknown'}")
+        known = rates_by_pair(network.rates())
+        for line in network_lines(network.hosts, known, self.config.algorithm_choice):
+            self.console.show(f"between hosts: {line}")
+
     def _show_notices(self) -> None:
+        if self.options.output.verbose and self.store.coordinator.network.is_new:
+            self._show_network()
         for sentence in (*self.store.take_messages(), *self.workers.take_messages()):
             self.report.has_notice = True
-            kind = "stall" if sentence in self.store.stalls else "notice"
+            kind = self.store.kinds.get(sentence, "notice")
             self.console.events.add(kind, text=sentence)
             self.console.show(sentence)
 
@@ -186,7 +208,7 @@ class Attempt:
         actions = self.supervisor.signalled(number, now)
         grace_s = self.supervisor.grace_s(now)
         if grace_s is not None:  # before the launcher sends signals, which may take a while
-            self.console.show(ending_sentence(number, grace_s))
+            self.console.show(ending_sentence(number, grace_s, self.job.names))
             self.console.forwarder.flush()
         self.set.do(actions)
 
@@ -202,7 +224,7 @@ class Attempt:
                 self.set.show_spared(Spared(number, spared))
             elif self.options.output.verbose:
                 name = exit_status.signal_name(number) or number
-                self.console.show(f"{name} forwarded to all ranks")
+                self.console.show(f"{name} forwarded to all {self.job.names.word}s")
 
     def _stop(self) -> None:
         """Stop all ranks and this process, as Ctrl-Z asks; continue them after SIGCONT.
@@ -212,6 +234,7 @@ class Attempt:
         deadline, and connections close that were silent for longer than `lost_after_s`.
         """
         self.workers.stop()
+        self.console.forwarder.clear_live_lines()
         lasted_s = self.watch.stop()
         self.workers.resume()
         has_links = len(self.supervisor.running) > 1 and not self.workers.is_complete
@@ -230,7 +253,8 @@ class Attempt:
         self.looked = now
         running = sorted(self.supervisor.running & self.workers.workers.keys())
         self.workers.look()
-        pinged = self.store.coordinator.stalls.pinged
+        self.set.look_for_hosts()
+        pinged = {self.store.workers[rank] for rank in self.store.coordinator.stalls.pinged}
         self.set.states.watch([rank for rank in running if rank in pinged], now)
         for rank in running:
             stopped = self.workers.state(rank) == "T"
@@ -245,17 +269,23 @@ class Attempt:
 
     def _look_at_start(self, now: float) -> None:
         """Show that the start makes no progress; give up at its deadline."""
+        self._show_start()
         overdue = None if self.supervisor.is_ending else self.progress.look(now)
         if overdue is None:
             return
         server = self.set.server
         if server is None:
             states = [
-                f"{process_name(one)}: {self.set.states.process(one)}" for one in overdue.missing
+                f"{process_name(one, self.job.names)}: {self.set.states.process(one)}"
+                for one in overdue.missing
             ]
         else:
             states = [f"{server.describe()} has not imported NumPy and syncvar"]
-        sentence = overdue.sentence(states, set(self.store.coordinator.handshake.members))
+        joined = {self.store.workers[rank] for rank in self.store.coordinator.handshake.members}
+        sentence = overdue.sentence(states, joined, self.job.names)
+        if overdue.has_failed and self.set.elastic is not None:
+            self.set.drop_late(overdue.missing, sentence, now)
+            return
         if not overdue.has_failed:
             self.report.has_notice = True
             self.console.events.add("stall", text=sentence)
@@ -269,14 +299,14 @@ class Attempt:
         server.close()
         self.supervisor.never_began(sentence, exit_status.RENDEZVOUS)
 
-    def _about(self) -> dict[str, Any]:
-        return {
-            "name": self.job.job_id[:8],
-            "pid": os.getpid(),
-            "workers": self.options.ranks.workers,
-            "servers": self.options.ranks.servers,
-            "lasted_s": self.watch.now() - self.job_began,
-            "command": shlex.join(["syncvar-launch", *mask_arguments(self.job.arguments)]),
-            "folder": str(self.options.program.cwd),
-            "programs": [[one.label, one.workers] for one in self.job.programs],
-        }
+    def _show_start(self) -> None:
+        """Show on a terminal how many processes have reached their script, after a second."""
+        missing = self.progress.missing
+        if not missing or self.supervisor.is_ending:
+            self.start_line.close()
+        elif self.start_line.is_due():
+            count = len(self.set.report.processes)
+            names = missing_text(process_name(one, self.job.names) for one in sorted(missing))
+            self.start_line.show(
+                f"{count - len(missing)} of {count} processes have reached their script; {names}"
+            )

@@ -1,25 +1,17 @@
 """Reports on an attempt: to the user, to the waiting ranks, and to other programs.
 
 `JobConsole` shows sentences of the launcher. `AttemptReport` shows why the job failed and what
-helps. `RankStates` describes processes that others wait for. `StatusSocket` answers `syncvar ps`
-and `syncvar stacks`.
+helps. `RankStates` describes processes that others wait for.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import socket
-import struct
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import msgpack
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core import exit_status
-from syncvar.core.process_ids import is_server
+from syncvar.core.process_ids import RANKS, ProcessNames, is_server, process_name
 from syncvar.core.restart_policy import Ending
 from syncvar.core.stack_dump import activity_text
 from syncvar.protocol.object_codec import pack_object
@@ -33,10 +25,9 @@ from syncvar_launcher.job.failure_report import (
     failure_sentence,
     interrupted_block,
 )
-from syncvar_launcher.local.stack_requests import ANSWER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from syncvar.bootstrap.rendezvous_server import RendezvousServer
     from syncvar_launcher.io.output import OutputForwarder
@@ -45,19 +36,11 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.job_files import EventLog
     from syncvar_launcher.job.supervisor import FailureCause, JobOutcome, Supervisor
     from syncvar_launcher.job.workers import Workers
-    from syncvar_launcher.local.stack_requests import StackRequest
-
-SOCKET = "inquiries"
-"""The name of the status socket in the private folder of a job."""
 
 _OUTCOME_FILE = "SYNCVAR_OUTCOME_FILE"  # `sv.run` reads the failure from this file
 _LOST_PEER = ("PeerLost", "GroupBroken")  # errors that follow from the failure of another rank
 _BUSY_SHARE = 0.2  # of a core
 _SHOWN_RANKS = 4  # ranks that a sentence names
-_REQUEST_MAX = 4096
-_OPEN_MAX = 8
-_CREDENTIALS = struct.Struct("=iII")  # process, user, group
-_PATIENCE_S = 10.0  # with a client that asks nothing, or does not read the answer
 
 
 class JobConsole(NamedTuple):
@@ -119,7 +102,7 @@ class AttemptReport:
         """Return what a rank or server is doing, as far as the rendezvous server knows."""
         if is_server(number):
             return self._store.servers.position(number)
-        return self._store.coordinator.position(number)
+        return self._store.position(number)
 
     def note_positions(self, but: int = -1) -> None:
         """Keep what the ranks are doing now, and request stacks of those that have not failed.
@@ -155,7 +138,9 @@ class AttemptReport:
             after = f" after {exit_status.signal_name(number)}" if number else ""
             advice = "; run it again to go on" if is_last else ""
             code = f"(exit code {exit_status.PREEMPTED})"
-            self._console.show(f"the ranks stopped as asked{after} {code}{advice}")
+            self._console.show(
+                f"the {self._job.names.word}s stopped as asked{after} {code}{advice}"
+            )
         elif outcome.interrupted:
             self._show_interruption(outcome.interrupted)
         records = self._records(outcome)
@@ -169,7 +154,9 @@ class AttemptReport:
         places = self._others(-1) if self._positions and has_reader else []
         raised = [one for one in self._raised(_LOST_PEER) if one.is_own]
         name = exit_status.signal_name(number)
-        self._forwarder.write_text(interrupted_block(name, places, raised, is_whole=self._is_whole))
+        self._forwarder.write_text(
+            interrupted_block(name, places, raised, self._job.names, is_whole=self._is_whole)
+        )
 
     def _show_failure(
         self, outcome: JobOutcome, cause: FailureCause, records: str, *, is_last: bool
@@ -234,6 +221,7 @@ class AttemptReport:
             stands_above=is_shown and self._forwarder.stands_above(cause.rank),
             code=cause.code,
             program=self._job.program_label(cause.rank),
+            is_elastic=self._supervisor.fewest > 0,
         )
 
     def _traceback(self, cause: FailureCause) -> str:
@@ -262,6 +250,9 @@ class AttemptReport:
 
     def _last_position(self, rank: int) -> str:
         """Return what a rank was doing at the failure, and what it raised afterwards."""
+        lost = self._supervisor.lost_workers.get(rank)
+        if lost is not None:
+            return f"lost: {lost.reason}".split("\n", 1)[0]
         cause = self._supervisor.causes.get(rank)
         if cause is not None and cause.status is None and not cause.error:
             return cause.reason.split(": ", 1)[0]  # the rank has sent nothing more
@@ -282,8 +273,10 @@ class AttemptReport:
 class RankStates:
     """Describes the processes of an attempt; `starting` ranks have not reached their script."""
 
-    def __init__(self, workers: Workers, starting: Container[int]) -> None:
-        self._workers = workers
+    def __init__(
+        self, workers: Workers, starting: Container[int], names: ProcessNames = RANKS
+    ) -> None:
+        self._workers, self._names = workers, names
         self._starting = starting
         self._busy: dict[int, tuple[float, float]] = {}  # time and processor time of the question
 
@@ -304,7 +297,8 @@ class RankStates:
 
     def absent(self, ranks: Sequence[int]) -> str:
         """Return what the first of the ranks do that others wait for."""
-        return "; ".join(f"rank {rank}: {self._absence(rank)}" for rank in ranks[:_SHOWN_RANKS])
+        shown = ranks[:_SHOWN_RANKS]
+        return "; ".join(f"{process_name(one, self._names)}: {self._absence(one)}" for one in shown)
 
     def _absence(self, rank: int) -> str:
         text = self.process(rank)
@@ -322,148 +316,3 @@ class RankStates:
         share = (self._workers.busy_s(rank) - before) / max(1e-3, now - since)
         is_busy = share > _BUSY_SHARE or letter == "R"  # R: runnable, even without a free core
         return f", CPU {'busy' if is_busy else 'idle'} (state {letter})"
-
-
-@dataclass(slots=True, eq=False)
-class _Inquiry:
-    """One connection."""
-
-    end: socket.socket
-    until: float
-    requests: dict[int, StackRequest] = field(default_factory=dict)
-    answer: bytes = b""
-
-
-class StatusSocket:
-    """Answers questions about a running job over a socket in its private folder.
-
-    One message asks, one map answers, and the connection closes. The loop of the launcher never
-    waits for the client, whatever the client sends or leaves unread. Clients of other users get no
-    answer, although the folder would admit root.
-
-    `about` returns the description of the job, `position` what a rank or server is doing.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        about: Callable[[], dict[str, Any]],
-        workers: Workers,
-        position: Callable[[int], str],
-        processes: Sequence[int],
-    ) -> None:
-        self._about = about
-        self._workers = workers
-        self._position = position
-        self._processes = processes
-        self._open: list[_Inquiry] = []
-        self._listener = socket.socket(
-            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
-        with contextlib.suppress(OSError):  # then the job runs without this socket
-            path = str(directory / SOCKET)
-            self._listener.bind(path)
-            os.chmod(path, 0o600)
-            self._listener.listen(_OPEN_MAX)
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors to poll for reading."""
-        unasked = [one.end.fileno() for one in self._open if not one.requests and not one.answer]
-        return [self._listener.fileno(), *unasked] if len(self._open) < _OPEN_MAX else unasked
-
-    def readable(self, descriptor: int, now: float) -> None:
-        """Handle a descriptor that poll reported; ignore others."""
-        if descriptor == self._listener.fileno():
-            with contextlib.suppress(OSError):
-                end, _ = self._listener.accept()
-                end.settimeout(0)
-                self._open.append(_Inquiry(end, now + _PATIENCE_S))
-                if not _is_ours(end):
-                    self._drop(self._open[-1])
-            return
-        for one in self._open:
-            if one.end.fileno() == descriptor:
-                self._read(one, now)
-                return
-
-    def due(self, now: float) -> float:
-        """Return when to call `tick`, in seconds of the clock; infinite without clients."""
-        return (
-            now + 0.005
-            if any(one.requests or one.answer for one in self._open)
-            else min((one.until for one in self._open), default=float("inf"))
-        )
-
-    def tick(self, now: float) -> None:
-        """Send the answers that are complete, and close finished and overdue connections."""
-        for one in list(self._open):
-            if one.requests:
-                answers = [self._workers.answer(request) for request in one.requests.values()]
-                if now >= one.until or None not in answers:
-                    ranks = [self._state_of(*item) for item in one.requests.items()]
-                    self._finish(one, {"job": self._about(), "ranks": ranks}, now)
-            if one.answer:
-                with contextlib.suppress(BlockingIOError):
-                    try:
-                        one.answer = one.answer[one.end.send(one.answer) :]
-                    except ConnectionError:
-                        one.answer = b""
-                if not one.answer:
-                    self._drop(one)
-                    continue
-            if now >= one.until:
-                self._drop(one)
-
-    def close(self) -> None:
-        """Close everything. Idempotent."""
-        for one in list(self._open):
-            self._drop(one)
-        self._listener.close()
-
-    # -- inside ------------------------------------------------------------------------------------
-
-    def _read(self, one: _Inquiry, now: float) -> None:
-        try:
-            request = msgpack.unpackb(one.end.recv(_REQUEST_MAX))
-            question = request["question"]
-        except (OSError, ValueError, TypeError, KeyError, msgpack.UnpackException):
-            self._drop(one)
-            return
-        if question == "stacks":
-            all_threads = bool(request.get("all_threads"))
-            one.requests = {
-                rank: self._workers.ask(rank, all_threads=all_threads) for rank in self._processes
-            }
-            one.until = now + ANSWER_S
-        else:
-            self._finish(one, {"job": self._about()}, now)
-
-    def _finish(self, one: _Inquiry, answer: dict[str, Any], now: float) -> None:
-        one.requests = {}
-        one.answer = msgpack.packb(answer)
-        one.until = now + _PATIENCE_S
-
-    def _state_of(self, rank: int, request: StackRequest) -> dict[str, Any]:
-        threads = self._workers.answer(request, is_last=True)
-        return {
-            "rank": rank,
-            "pid": self._workers.pid(rank),
-            "position": self._position(rank),
-            "instead": request.instead,
-            "threads": None
-            if threads is None
-            else [
-                [one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads
-            ],
-        }
-
-    def _drop(self, one: _Inquiry) -> None:
-        self._open.remove(one)
-        one.end.close()
-
-
-def _is_ours(end: socket.socket) -> bool:
-    _, user, _ = _CREDENTIALS.unpack(
-        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return bool(user == os.getuid())

@@ -16,11 +16,13 @@ from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.transports.zeromq_sockets import tcp_endpoint
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.attempt_report import AttemptReport, RankStates
+from syncvar_launcher.job.elastic_job import ElasticJob
 from syncvar_launcher.job.failure_report import SecondaryFailure, spared_block
 from syncvar_launcher.job.start_progress import StartProgress, clock
 from syncvar_launcher.job.supervisor import (
     Action,
     DropServer,
+    LoseWorker,
     NotifyPeerLost,
     RestartWorker,
     Supervisor,
@@ -28,6 +30,7 @@ from syncvar_launcher.job.supervisor import (
 )
 from syncvar_launcher.local.local_workers import (
     Event,
+    HostArrived,
     LocalWorkers,
     Spared,
     WorkerExited,
@@ -93,16 +96,24 @@ class WorkerSet:
             limits.timeout_s,
             job.mirrors(),
             limits.max_restarts - start.restarts,
+            ranks.fewest,
+            len(job.first_workers),
         )
+        self.elastic: ElasticJob | None = None
+        if ranks.forms_generations:
+            self.elastic = ElasticJob(
+                job, console, self.store, self.workers, start.generation, self._give_up
+            )
         self.report = AttemptReport(
             job, self.supervisor, self.workers, self.store, console, is_restart=start.restarts > 0
         )
         # A program that our bootstrap does not start cannot report that it has begun.
-        reporting = [one for one in self.report.processes if one not in job.command_ranks]
+        started = {*job.first_workers, *job.servers} - job.command_ranks
+        reporting = [one for one in self.report.processes if one in started]
         self.progress = StartProgress(
             reporting, self.config.missing_report_s, self.config.rendezvous_timeout_s, self.began
         )
-        self.states = RankStates(self.workers, self.progress.missing)
+        self.states = RankStates(self.workers, self.progress.missing, job.names)
         self.store.seen = lambda rank: self.states.activity(rank, self.watch.now())
         self.store.place = self.workers.place_now
         self.store.absent = self.states.absent
@@ -141,6 +152,8 @@ class WorkerSet:
     @property
     def next_generation(self) -> int:
         """The first generation that no rank of this attempt can have joined."""
+        if self.elastic is not None:
+            return self.elastic.next_generation
         coming = self.store.coordinator.next_handshake
         return coming.generation + 1 if coming.members else coming.generation
 
@@ -157,6 +170,10 @@ class WorkerSet:
             self.console.forwarder.write_text(text)
         if is_local and is_verbose:
             self.console.show(f"workers are {job.start_method}")
+        if not is_local and is_verbose and self.config.algorithm_choice == "rules":
+            from syncvar.transports.lane_transport import path_between_hosts
+
+            self.console.show(f"data between hosts: {path_between_hosts(self.config)}")
         self.handle_all(self.workers.start())
 
     def handle_fork_server(self) -> None:
@@ -220,6 +237,8 @@ class WorkerSet:
             self.console.events.add("met", generation=self._met, after_s=now - self.began)
         if coordinator.broken_by is not None:  # a rank gave up; the server has sent that to all
             self.workers.abort(handshake.generation)
+        if self.elastic is not None:
+            self.elastic.serve(now)
 
     def handle_all(self, events: Iterable[Event]) -> None:
         """Handle events of workers."""
@@ -235,8 +254,12 @@ class WorkerSet:
             self._handle_status(event, now)
         elif isinstance(event, Spared):
             self.show_spared(event)
+        elif isinstance(event, HostArrived):
+            self._add_host(event.slot)
         elif isinstance(event, WorkerStarted):
             self.progress.advance(now)
+            if self.elastic is not None:
+                self.elastic.started(event.rank, now)
             host = self.job.host_name(event.rank)
             self.console.events.add(
                 **_event("start", event.rank), host=host, pid=event.pid, restarts=self.restarts
@@ -268,15 +291,24 @@ class WorkerSet:
             self.supervisor.left(rank)
         elif kind == "takes_notice":
             self.supervisor.takes_notice(rank, is_on=bool(record.get("on")))
+        elif kind == exit_status.RUN_ENDED and self.elastic is not None:
+            self.elastic.returned(rank)
+            if self.elastic.last_members is not None:
+                self.supervisor.finish(self.elastic.last_members)
         elif kind == LOST_FILE_EVENT:
             self.job.lost_files.add_record(rank, record)
         elif kind == "failed":
             error, message = record["error"], record["message"]
             self.console.events.add(**_event("failed", rank), error=error, message=message)
-            actions = self.supervisor.failed(rank, record, now, joined=self._is_member(rank))
+            self._note_newcomers()
+            actions = self.supervisor.failed(rank, record, now, joined=self.store.is_member(rank))
             if rank in self.supervisor.causes:  # the report shows the traceback, once for all
                 self.console.forwarder.conceal(rank, "err", str(record.get("written", "")))
             self.do(actions)
+
+    def _note_newcomers(self) -> None:
+        if self.elastic is not None:
+            self.supervisor.newcomers = self.elastic.newcomers
 
     def show_spared(self, event: Spared) -> None:
         """Show which ranks got no signal because it would have ended them, and what they do."""
@@ -284,7 +316,9 @@ class WorkerSet:
             SecondaryFailure(rank, self.report.position(rank), self.job.program_label(rank))
             for rank in event.ranks
         ]
-        self.console.forwarder.write_text(spared_block(event.number, places, os.getpid()))
+        self.console.forwarder.write_text(
+            spared_block(event.number, places, os.getpid(), self.job.names)
+        )
 
     def _log_end(self, rank: int, code: int | None, number: int | None) -> None:
         self.progress.reached(rank, self.watch.now())
@@ -303,23 +337,23 @@ class WorkerSet:
             is_open = now < until and not self.store.has_closed(rank, now)
             is_clean = event.status in _CLEAN_STATUSES
             may_send_more = is_clean or self.supervisor.is_reported_by_engine(rank)
-            if may_send_more and self._is_member(rank) and is_open:
+            if may_send_more and self.store.is_member(rank) and is_open:
                 continue
             del self.ends[rank]
-            joined = self._is_member(rank)
+            joined = self.store.is_member(rank)
+            self._note_newcomers()
             self.do(
                 self.supervisor.exited(rank, event.status, now, joined=joined, beyond=event.beyond)
             )
             has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
-            if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
+            if self.elastic is not None:
+                if rank not in self.supervisor.lost_workers:
+                    self.elastic.ended(rank, now)
+            elif not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
             if self.options.ranks.servers:
                 reason = exit_status.describe_exit(event.status) if event.status else ""
                 self.store.servers.ended(rank, reason)
-
-    def _is_member(self, rank: int) -> bool:
-        coordinator = self.store.coordinator
-        return rank in coordinator.handshake.members and rank not in coordinator.left
 
     # -- actions of the supervisor -----------------------------------------------------------------
 
@@ -332,6 +366,8 @@ class WorkerSet:
                 self._drop_server(action)
             elif isinstance(action, RestartWorker):
                 self._restart_rank(action)
+            elif isinstance(action, LoseWorker):
+                self._lose_worker(action)
             elif self.server is not None:  # no rank has begun
                 self.server = None
                 is_soft = isinstance(action, Terminate)
@@ -341,12 +377,72 @@ class WorkerSet:
             elif isinstance(action, Terminate):
                 self.report.note_positions()
                 self.workers.await_noted(_STACKS_S)
+                if self.elastic is not None:
+                    self.elastic.dismiss()
                 self.workers.send(action.ranks, signal.SIGTERM)
             else:
                 self.workers.kill(action.ranks)
 
+    def drop_late(self, missing: Sequence[int], sentence: str, now: float) -> None:
+        """Go on without workers that do not reach their script."""
+        self.console.show(sentence)
+        for number in missing:
+            self.progress.reached(number, now)
+            self.workers.kill((number,))
+            self.do(self.supervisor.unreachable(number, "it does not reach its script", now))
+
+    # -- hosts of an elastic job -------------------------------------------------------------------
+
+    def look_for_hosts(self) -> None:
+        """Look for more hosts while the job has room for workers."""
+        if self.options.ranks.fewest and not self.supervisor.is_ending:
+            room = len(self.supervisor.vacant()) if self._needs_workers else None
+            self.workers.look_for_hosts(room, self.supervisor.returning)
+
+    @property
+    def _needs_workers(self) -> bool:
+        """Whether more workers of an elastic job are of use."""
+        if self.elastic is not None:
+            return self.elastic.needs_hosts
+        return not self.supervisor.has_finished_worker
+
+    def _add_host(self, slot: Any) -> None:
+        """Start workers on a host that has come, as far as numbers are vacant."""
+        is_open = self._needs_workers and not self.supervisor.is_ending
+        numbers = self.supervisor.vacant()[: slot.workers] if is_open else []
+        if numbers:
+            names = ", ".join(map(str, numbers))
+            self.console.show(f"{escape(slot.name)} joins the job: workers {names}")
+            self.console.events.add("host_joined", host=slot.name, workers=numbers)
+        for number in numbers:
+            self.supervisor.add_worker(number)
+            self.progress.expect(number, self.watch.now())
+        if self.elastic is not None:
+            self.elastic.expect(numbers)
+        counts = {number: self.supervisor.incarnation(number) for number in numbers}
+        for number, count in counts.items():
+            self.store.restarted(number, count)
+        self.handle_all(self.workers.start_host(slot, counts))
+
+    def _give_up(self, reason: str) -> None:
+        self.do(self.supervisor.did_not_meet(reason, self.watch.now()))
+
+    def _lose_worker(self, lost: LoseWorker) -> None:
+        """Go on without a worker of an elastic job."""
+        after = "; it will be started again" if lost.returns else ""
+        self.console.events.add(
+            "worker_lost", rank=lost.rank, why=lost.reason, returns=lost.returns
+        )
+        self.console.show(f"{self.job.worker_name(lost.rank)} is lost: {lost.reason}{after}")
+        if self.elastic is not None:
+            self.elastic.lose(lost, self.watch.now())
+        else:
+            self.store.ended(lost.rank, lost.reason, self.watch.now(), lost.status, lost.kind)
+
     def _notify_peer_lost(self, action: NotifyPeerLost) -> None:
         self.report.note_positions(but=action.rank if action.has_ended else -1)
+        if self.elastic is not None:
+            self.elastic.fail(action.rank)
         self.workers.abort()  # first: a rank that waits in shared memory sees nothing else
         if is_server(action.rank):
             self.store.servers.ended(action.rank, action.reason)
@@ -369,10 +465,15 @@ class WorkerSet:
 
     def _restart_rank(self, action: RestartWorker) -> None:
         rank, reason = action.rank, action.reason
-        count = self.supervisor.restarted[rank]
+        count = self.supervisor.incarnation(rank)
         self.console.events.add("rank_restart", rank=rank, why=reason, number=count)
-        self.console.show(f"{self.describe(rank)} is started again alone ({count}): {reason}")
-        self.store.servers.restarted(rank, count)
+        if self.elastic is None:
+            self.console.show(f"{self.describe(rank)} is started again alone ({count}): {reason}")
+        else:
+            limit = self.options.limits.max_restarts  # earlier attempts have used some
+            left = self.supervisor.restarts - sum(self.supervisor.restarted.values())
+            self.elastic.restart(rank, f"restart {limit - left} of {limit}")
+        self.store.restarted(rank, count)
         if rank not in self.job.command_ranks:
             self.progress.expect(rank, self.watch.now())
         self.handle_all(self.workers.restart_rank(rank, count))
@@ -381,7 +482,7 @@ class WorkerSet:
         """Return a rank or server with its program and host, for messages."""
         label = self.job.program_label(number)
         program = f" ({escape(label)})" if label else ""
-        return f"{process_name(number)}{program} on {self.job.host_name(number)}"
+        return f"{process_name(number, self.job.names)}{program} on {self.job.host_name(number)}"
 
 
 def _event(name: str, number: int) -> dict[str, Any]:

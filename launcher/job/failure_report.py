@@ -11,7 +11,14 @@ import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.exit_status import describe_exit, signal_name
-from syncvar.core.process_ids import is_server, process_list, process_name
+from syncvar.core.process_ids import (
+    RANKS,
+    WORKERS,
+    ProcessNames,
+    is_server,
+    process_list,
+    process_name,
+)
 from syncvar_launcher.io.output import escape
 
 if TYPE_CHECKING:
@@ -48,6 +55,12 @@ class FailureReport(NamedTuple):
     stands_above: bool = False  # whether the launcher has just shown these lines
     code: str = ""  # code that `syncvar explain` describes, or an empty text
     program: str = ""  # program of the rank; empty if all ranks run the same one
+    is_elastic: bool = False  # whether the job is elastic, so that --debug is impossible
+
+    @property
+    def names(self) -> ProcessNames:
+        """What sentences call the processes of the job."""
+        return WORKERS if self.is_elastic else RANKS
 
 
 class WorkerTraceback(NamedTuple):
@@ -115,11 +128,11 @@ def failure_block(
     lines += _evidence(failure, alike, is_whole=is_whole)
     shown = {one.rank for one in alike}
     for group in further[:_FURTHER]:
-        lines += _traceback(group, _limit(_FURTHER_LINES, is_whole=is_whole))
+        lines += _traceback(group, _limit(_FURTHER_LINES, is_whole=is_whole), failure.names)
         shown |= {one.rank for one in group}
     others = [other for other in others if other.rank not in shown]
     if others:
-        lines += ["others:", *_others(others)]
+        lines += ["others:", *_others(others, failure.names)]
     if arguments:
         options = [*remedies, *_options_to_try(failure, arguments, has_logs=bool(files.log_dir))]
         masked = mask_arguments(arguments)
@@ -144,7 +157,7 @@ def failure_sentence(failure: FailureReport) -> str:
         >>> failure_sentence(FailureReport(rank=2, status=-9, elapsed_s=1.25))
         'rank 2 was killed by signal 9 (SIGKILL) after 1.2 s'
     """
-    text = "the job" if failure.rank < 0 else process_name(failure.rank)
+    text = "the job" if failure.rank < 0 else process_name(failure.rank, failure.names)
     if failure.program:
         text += f" ({escape(failure.program)})"
     if failure.rank >= 0 and failure.host:
@@ -161,6 +174,7 @@ def interrupted_block(
     name: str,
     places: Sequence[SecondaryFailure],
     raised: Sequence[WorkerTraceback] = (),
+    names: ProcessNames = RANKS,
     *,
     is_whole: bool = False,
 ) -> str:
@@ -175,15 +189,15 @@ def interrupted_block(
         where they were:
           rank 0: in user code, a.py:3
     """
-    lines = [f"syncvar: interrupted by {name}; all ranks have ended"]
+    lines = [f"syncvar: interrupted by {name}; all {names.word}s have ended"]
     if places:
-        lines += ["where they were:", *_others(places)]
+        lines += ["where they were:", *_others(places, names)]
     for group in _group_by_calls(raised):
-        lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole=is_whole))
+        lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole=is_whole), names)
     return "".join(f"{line}\n" for line in lines)
 
 
-def ending_sentence(number: int, grace_s: float) -> str:
+def ending_sentence(number: int, grace_s: float, names: ProcessNames = RANKS) -> str:
     """Return that the launcher ends the ranks, how long it waits, and how to shorten it.
 
     Example:
@@ -193,12 +207,17 @@ def ending_sentence(number: int, grace_s: float) -> str:
         'received SIGTERM: ending the ranks, up to 0.5 s; a second signal kills them'
     """
     if number == _CTRL_C:
-        return f"ending the ranks, up to {grace_s:g} s; Ctrl-C again kills them"
-    ending = f"ending the ranks, up to {grace_s:g} s; a second signal kills them"
+        return f"ending the {names.word}s, up to {grace_s:g} s; Ctrl-C again kills them"
+    ending = f"ending the {names.word}s, up to {grace_s:g} s; a second signal kills them"
     return f"received {signal_name(number)}: {ending}"
 
 
-def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int) -> str:
+def spared_block(
+    number: int,
+    places: Sequence[SecondaryFailure],
+    launcher: int,
+    names: ProcessNames = RANKS,
+) -> str:
     """Write which ranks did not get a signal because it would have ended them, and what they do.
 
     Example:
@@ -208,7 +227,7 @@ def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int)
           ranks 0, 1: computing
         syncvar: `syncvar stacks 4711` shows where they are in the script
     """
-    ranks = process_list(place.rank for place in places)
+    ranks = process_list((place.rank for place in places), names)
     have = "has" if len(places) == 1 else "have"
     they = "it does" if len(places) == 1 else "they do"
     name = signal_name(number) or number
@@ -216,7 +235,7 @@ def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int)
     where = "it is" if len(places) == 1 else "they are"
     lines = [
         f"syncvar: {reason}: {they} not get it. What {they}:",
-        *_others(places),
+        *_others(places, names),
         f"syncvar: `syncvar stacks {launcher}` shows where {where} in the script",
     ]
     return "".join(f"{line}\n" for line in lines)
@@ -257,15 +276,16 @@ def _evidence(
         return _traceback(
             alike or [WorkerTraceback(failure.rank, failure.traceback)],
             _limit(_EVIDENCE_LINES, is_whole=is_whole),
+            failure.names,
         )
     if failure.last_lines:
         lines = list(failure.last_lines[-_EVIDENCE_LINES:])
         title = "last line" if len(lines) == 1 else f"last {len(lines)} lines"
     elif failure.rank >= 0:
-        return [f"evidence: {process_name(failure.rank)} wrote nothing"]
+        return [f"evidence: {process_name(failure.rank, failure.names)} wrote nothing"]
     else:
         return []
-    process = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
+    process = f" of {process_name(failure.rank, failure.names)}" if failure.rank >= 0 else ""
     if failure.stands_above:
         return [f"evidence: {title}{process}, above"]
     return [f"evidence: {title}{process}", *_indent_lines(lines)]
@@ -304,7 +324,7 @@ def _split(traceback: str) -> tuple[str, str]:
     return "\n".join(lines[:at]), "\n".join(lines[at:])
 
 
-def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
+def _traceback(group: Sequence[WorkerTraceback], limit: int, names: ProcessNames) -> list[str]:
     """Show the traceback of the first of a group, and how the messages of the others differ."""
     calls, message = _split(group[0].traceback)
     by_message: dict[str, list[WorkerTraceback]] = {}
@@ -317,30 +337,27 @@ def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     lines = [line for part in (calls, message) if part for line in part.split("\n")]
     if len(lines) > limit:
         head = min(_HEAD_LINES, limit // 2)
-        hidden = len(lines) - limit
         lines = [
             *lines[:head],
-            f"  ({hidden} lines left out; -v shows them)",
+            f"  ({len(lines) - limit} lines left out; -v shows them)",
             *lines[head - limit :],
         ]
-    title = f"evidence: {'traceback' if calls else 'last words'} of {_ranks(group)}"
+    title = f"evidence: {'traceback' if calls else 'last words'} of {_ranks(group, names)}"
     if different:
-        title += f", with the message of {_ranks(alike)}"
+        title += f", with the message of {_ranks(alike, names)}"
         known = message.split("\n")
         for some in different[:_MESSAGES]:
             own = _split(some[0].traceback)[1].split("\n")
-            lines.append(
-                f"{_ranks(some)}: {next((line for line in own if line not in known), own[0])}"
-            )
+            line = next((line for line in own if line not in known), own[0])
+            lines.append(f"{_ranks(some, names)}: {line}")
         if len(different) > _MESSAGES:
-            lines.append(
-                f"{_ranks([one for some in different[_MESSAGES:] for one in some])}: other messages"
-            )
+            rest = [one for some in different[_MESSAGES:] for one in some]
+            lines.append(f"{_ranks(rest, names)}: other messages")
     return [title, *_indent_lines(lines)]
 
 
-def _ranks(raised: Sequence[WorkerTraceback]) -> str:
-    return process_list(one.rank for one in raised)
+def _ranks(raised: Sequence[WorkerTraceback], names: ProcessNames) -> str:
+    return process_list((one.rank for one in raised), names)
 
 
 def _indent_lines(lines: Sequence[str]) -> list[str]:
@@ -351,7 +368,7 @@ def _limit(count: int, *, is_whole: bool) -> int:
     return _WHOLE_LINES if is_whole else count
 
 
-def _others(others: Sequence[SecondaryFailure]) -> list[str]:
+def _others(others: Sequence[SecondaryFailure], names: ProcessNames) -> list[str]:
     groups: dict[tuple[str, str], list[int]] = {}
     for other in sorted(others, key=lambda item: item.rank):
         program = f" ({other.program})" if other.program else ""
@@ -362,10 +379,10 @@ def _others(others: Sequence[SecondaryFailure]) -> list[str]:
         rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
         shown = shown[: _OTHER_LINES - 1]
     lines = [
-        f"  {process_list(ranks)}{escape(program)}: {escape(activity)}"
+        f"  {process_list(ranks, names)}{escape(program)}: {escape(activity)}"
         for (program, activity), ranks in shown
     ]
-    return [*lines, f"  {process_list(rest)}: elsewhere"] if rest else lines
+    return [*lines, f"  {process_list(rest, names)}: elsewhere"] if rest else lines
 
 
 def _options_to_try(
@@ -374,9 +391,10 @@ def _options_to_try(
     rank = failure.rank
     options = []
     message = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
-    if "--torch-env" not in arguments and any(name in message for name in _OF_TORCH):
+    has_torch_env = failure.is_elastic or "--torch-env" in arguments
+    if not has_torch_env and any(name in message for name in _OF_TORCH):
         options.append(["--torch-env"])
-    if rank >= 0 and not is_server(rank) and "--debug" not in arguments:
+    if rank >= 0 and not (is_server(rank) or failure.is_elastic or "--debug" in arguments):
         options.append(["--debug", str(rank)])
     if not has_logs:
         options.append(["--log-dir", "logs"])

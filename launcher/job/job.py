@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from syncvar.core.environment import HostMap, RankEnvironment, split_evenly
 from syncvar.core.process_ids import (
+    RANKS,
     SERVER_0,
+    WORKERS,
+    ProcessNames,
     failover_order,
     is_server,
     replica_holders,
     server_hosts,
 )
+from syncvar.core.progress_line import VARIABLE as PROGRESS
+from syncvar.core.progress_line import is_watched
 from syncvar_launcher.job.job_files import FlightRecords, LostFiles
 from syncvar_launcher.local.host_resources import (
     Binding,
@@ -36,7 +41,7 @@ from syncvar_launcher.options.option_table import core_count, usable_cores
 from syncvar_launcher.options.worker_environment import inherited_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncvar_launcher.options.launch_options import LaunchOptions, RankProgram
 
@@ -97,10 +102,11 @@ class Job:
         self.config = chosen.runtime
         self.job_id = os.urandom(16).hex()
         self.host_group = host_group
+        self._moved: dict[int, int] = {}  # hosts of workers that were placed while the job ran
         if host_group is None:
             self.hosts = HostMap(split_evenly(chosen.ranks.workers, chosen.ranks.fake_hosts))
         else:
-            self.hosts = HostMap(tuple(one.workers for one in host_group.sites))
+            self.place_hosts()
         self.server_hosts = server_hosts(chosen.ranks.servers, len(self.hosts.sizes))
         self.host = socket.gethostname()
         self.records = FlightRecords(chosen.output.log_dir, environ, self.job_id)
@@ -115,6 +121,10 @@ class Job:
             for rank, index in enumerate(self._program_indices)
             if self.programs[index].kind == "command"
         )
+        # Ranks have no terminal. The launcher shows their lines on its own.
+        self._shown_progress: dict[str, str] = {}
+        if self.config.progress == "auto" and is_watched("auto"):
+            self._shown_progress[PROGRESS] = "on"
         self.usable = usable_cores()
         self.core_count = core_count()
         ranks, program = chosen.ranks, chosen.program
@@ -181,7 +191,34 @@ class Job:
         """Return the index of the host of a rank or server."""
         if is_server(number):
             return self.server_hosts[number - SERVER_0]
-        return self.hosts.host_of(number)
+        return self._moved.get(number, self.hosts.host_of(number))
+
+    @property
+    def first_workers(self) -> range:
+        """The numbers of the workers that have a place at the start."""
+        return range(sum(self.hosts.sizes))
+
+    def place_hosts(self) -> None:
+        """Take the hosts of the host group, at the start and before a restart."""
+        assert self.host_group is not None
+        self.hosts = HostMap(tuple(one.workers for one in self.host_group.sites))
+        self._moved.clear()
+
+    def place(self, host: int, numbers: Iterable[int]) -> None:
+        """Place workers of an elastic job on a host that has come."""
+        self._moved |= dict.fromkeys(numbers, host)
+
+    def local_rank(self, number: int) -> int:
+        """Return the index of a worker among those of its host."""
+        host = self._moved.get(number)
+        if host is None:
+            return self.hosts.local_rank(number)
+        return sorted(one for one, on in self._moved.items() if on == host).index(number)
+
+    def size_of(self, host: int) -> int:
+        """Return the number of workers of a host."""
+        moved = sum(on == host for on in self._moved.values())
+        return moved or self.hosts.sizes[host]
 
     def binding_of(self, host: int) -> Binding:
         """Return the cores of the workers of a host with an agent."""
@@ -207,6 +244,15 @@ class Job:
             return self.host_group.sites[self.host_of(rank)].name
         return f"{self.host}#{self.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
 
+    @property
+    def names(self) -> ProcessNames:
+        """What sentences call the processes of this job."""
+        return WORKERS if self.options.ranks.fewest else RANKS
+
+    def worker_name(self, worker: int) -> str:
+        """Return a worker of an elastic job, whose number is not its rank, for messages."""
+        return f"worker {worker} on {self.host_name(worker)}"
+
     def processor_of(self, host: int) -> str:
         """Return the processor type of a host, as `os.uname` names it."""
         if self.host_group is None:
@@ -230,7 +276,8 @@ class Job:
         this one alone `incarnation` times.
         """
         chosen = self.options
-        host, host_count, serves = self.host_of(rank), len(self.hosts.sizes), is_server(rank)
+        host, serves = self.host_of(rank), is_server(rank)
+        host_count = max(len(self.hosts.sizes), host + 1)
         if torch:
             torch = {**torch, "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(host_count)}
         has_totals = chosen.output.stats and self.host_group is None
@@ -238,8 +285,8 @@ class Job:
         contract = RankEnvironment(
             rank=rank - SERVER_0 if serves else rank,
             world_size=chosen.ranks.workers,
-            local_rank=0 if serves else self.hosts.local_rank(rank),
-            local_world_size=self.hosts.sizes[host],
+            local_rank=0 if serves else self.local_rank(rank),
+            local_world_size=self.size_of(host),
             host_index=host,
             host_count=host_count,
             generation=generation,
@@ -256,6 +303,7 @@ class Job:
             server_replicas=chosen.ranks.server_replicas,
             incarnation=incarnation,
             program=self.program_index(rank),
+            elastic=chosen.ranks.fewest if chosen.ranks.forms_generations else 0,
         )
         own = self.program_of(rank).env
         return {
@@ -266,7 +314,7 @@ class Job:
         }
 
     def _address_of(self, host: int) -> str:
-        if len(self.hosts.sizes) == 1:
+        if len(self.hosts.sizes) == 1 and not self.options.may_grow:
             return ""
         return _LOOPBACK if self.host_group is None else self.host_group.sites[host].address
 
@@ -292,6 +340,7 @@ class Job:
         return {
             **blas_environment(threads, {**self.environ, **own}),
             **self.config.to_mapping(),
+            **self._shown_progress,
         }
 
     # -- running -----------------------------------------------------------------------------------

@@ -402,5 +402,7 @@ def check_requested_files(chosen: LaunchOptions, *, is_local: bool) -> None:
         check_file(str(output.stats), "--stats")
     if is_local and chosen.runtime.trace:
         check_folder(chosen.runtime.trace, "SYNCVAR_TRACE")
+    if is_local and chosen.runtime.ledger:
+        check_folder(chosen.runtime.ledger, "--ledger")
     if is_local and chosen.runtime.auto_log:
         check_file(chosen.runtime.auto_log, AUTO_LOG)

@@ -16,6 +16,7 @@ from syncvar.core import exit_status
 from syncvar.core.errors import HostUnreachable, with_code
 from syncvar.core.output_files import LostFile, write_error_text
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
+from syncvar.core.progress_line import can_move_cursor
 from syncvar.core.restart_policy import Restarting
 from syncvar.parameter_server.discovery import put_tallies, take_tallies
 from syncvar_launcher.io.output import OutputForwarder, Sink
@@ -44,6 +45,7 @@ from syncvar_launcher.local.shm_service import shm_unavailable_reason
 from syncvar_launcher.options.option_table import parse_signals, shown_ranks
 
 if TYPE_CHECKING:
+    from syncvar_launcher.job.dashboard_process import DashboardProcess
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.job.supervisor import JobOutcome
     from syncvar_launcher.job.workers import WorkersFactory
@@ -76,7 +78,13 @@ def run(job: Job, server: ForkServer | None, make_workers: WorkersFactory = Dire
         signals = parse_signals(chosen.limits.forward_signals)
         watch = stack.enter_context(SignalWatch(job.environ, signals))
         console = JobConsole(outlets, forwarder, events, watch)
-        return _RestartLoop(job, console, make_workers).run(server)
+        loop = _RestartLoop(job, console, make_workers)
+        if chosen.output.dashboard:
+            from syncvar_launcher.job.dashboard_process import DashboardProcess
+
+            loop.dashboard = DashboardProcess(chosen.output.dashboard)
+            stack.callback(loop.dashboard.close)
+        return loop.run(server)
 
 
 class _StartInterrupted(Exception):  # noqa: N818  (nothing has gone wrong)
@@ -98,6 +106,7 @@ class _RestartLoop:
         self.culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
         self.totals: dict[int, list[dict[str, Any]]] = {}
         self.tallies: dict[str, bytes] = {}
+        self.dashboard: DashboardProcess | None = None
 
     def run(self, server: ForkServer | None) -> int:
         """Run the job, and return the exit code."""
@@ -143,6 +152,8 @@ class _RestartLoop:
                 return False
             clock.enter("prepares sockets and shared memory")
             attempt = Attempt(self.job, self.console, directory, self.start, server)
+            if self.dashboard is not None:
+                self.dashboard.start(self.console.show)
             outcome = attempt.run()
             self.tallies = take_tallies(directory.path)
             if self.options.output.stats:
@@ -173,6 +184,7 @@ class _RestartLoop:
         try:
             if self.job.host_group is not None:
                 self.job.host_group.renew(self.limit - self.watch.now())
+                self.job.place_hosts()
         except HostUnreachable as error:
             self.code = exit_status.TIMEOUT if isinstance(error, TimePassed) else self.code
             self.console.show(f"the ranks cannot be started again: {error}")
@@ -346,7 +358,13 @@ def _digest(chosen: LaunchOptions) -> str:
 
 def _make_forwarder(chosen: LaunchOptions, servers: range, outlets: Outlets) -> OutputForwarder:
     sinks = [
-        Sink(writer, stream.isatty(), chosen.output.has_color(is_terminal=stream.isatty()))
+        Sink(
+            writer,
+            stream.isatty(),
+            chosen.output.has_color(is_terminal=stream.isatty()),
+            is_dumb=not can_move_cursor(stream, os.environ),
+            descriptor=stream.fileno(),
+        )
         for stream, writer in ((sys.stdout, outlets.out), (sys.stderr, outlets.err))
     ]
     return OutputForwarder(

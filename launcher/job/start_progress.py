@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from types import FrameType
 
+    from syncvar.core.process_ids import ProcessNames
+
 _TICK_S = 1.0
 _NOTICE_S, _LIMIT_S = 5.0, 300.0  # the defaults of missing_report_s and rendezvous_timeout_s
 _EXIT_CODE = 69  # `exit_status.RENDEZVOUS`
@@ -117,26 +119,30 @@ class Overdue(NamedTuple):
     waited_s: float  # seconds since the last process reached its script
     has_failed: bool  # whether the deadline has passed
 
-    def sentence(self, states: Iterable[str], joined: Collection[int]) -> str:
+    def sentence(
+        self, states: Iterable[str], joined: Collection[int], names: ProcessNames | None = None
+    ) -> str:
         """Return the sentence to show.
 
         `states` has one text for each missing process, of which it shows eight. `joined` are the
-        ranks that wait.
+        ranks that wait; without `names` they are called ranks.
 
         Example:
             >>> overdue = Overdue((1,), 5.0, has_failed=False)
             >>> overdue.sentence(["process 77 (state S)"], [0]).partition(": ")[2]
             'rank 1 has not reached its script (process 77 (state S)); rank 0 waits'
         """
-        from syncvar.core.process_ids import process_list
+        from syncvar.core.process_ids import RANKS, process_list
+
+        names = names or RANKS
 
         has = "has not reached its" if len(self.missing) == 1 else "have not reached their"
         shown = list(states)[:_SHOWN_MISSING]
         if len(self.missing) > _SHOWN_MISSING:
             shown.append(f"{len(self.missing) - _SHOWN_MISSING} more")
-        text = f"{process_list(self.missing)} {has} script ({'; '.join(shown)})"
+        text = f"{process_list(self.missing, names)} {has} script ({'; '.join(shown)})"
         if joined:
-            text += f"; {process_list(joined)} {'waits' if len(joined) == 1 else 'wait'}"
+            text += f"; {process_list(joined, names)} {'waits' if len(joined) == 1 else 'wait'}"
         end = ", and is given up" if self.has_failed else ""
         return f"the start has made no progress for {self.waited_s:.0f} s{end}: {text}"
 

@@ -28,7 +28,7 @@ from syncvar_launcher.job.failure_report import TIME_LIMIT
 from syncvar_launcher.local.host_resources import OUT_OF_MEMORY, LimitTooLow
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Collection, Container, Mapping, Sequence
 
     from syncvar.core.settings import RuntimeConfig
 
@@ -57,6 +57,7 @@ class FailureCause(NamedTuple):
     beyond: str = ""  # what the launcher knows beyond the status, or an empty text
     error_code: str = ""  # code of an exception of syncvar, or an empty text
     at: float | None = None  # when the launcher first learned it, in seconds of the clock
+    is_host_lost: bool = False  # no process of this rank can be started there again
 
     @property
     def kind(self) -> str:
@@ -123,7 +124,26 @@ class RestartWorker:
     reason: str
 
 
-Action = NotifyPeerLost | Terminate | Kill | DropServer | RestartWorker
+@dataclass(frozen=True, slots=True)
+class LoseWorker:
+    """Go on without a worker of an elastic job.
+
+    Args:
+        rank: The worker.
+        reason: Why, in words.
+        status: Exit code of its process, or minus the signal; None if it raised, or if unknown.
+        kind: The kind of the failure, as in `PeerLost`.
+        returns: Whether it will be started again.
+    """
+
+    rank: int
+    reason: str
+    status: int | None
+    kind: str
+    returns: bool
+
+
+Action = NotifyPeerLost | Terminate | Kill | DropServer | RestartWorker | LoseWorker
 
 
 class JobOutcome(NamedTuple):
@@ -147,18 +167,25 @@ class Supervisor:
     # for each server the servers that hold copies of its variables; empty without servers
     mirrors: Sequence[Sequence[int]] = ()
     restarts: int = 0  # how often workers may start again alone
+    fewest: int = 0  # fewest members of an elastic job, which goes on without others; else 0
+    initial: int = -1  # workers that have a place at the start; -1 for all
     running: set[int] = field(default_factory=set)
     causes: dict[int, FailureCause] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     job_cause: FailureCause | None = None
     interrupted: int = 0
     lost: set[int] = field(default_factory=set)  # failed servers that others replace, by number
+    lost_workers: dict[int, FailureCause] = field(default_factory=dict)  # of an elastic job
+    newcomers: Container[int] = ()  # workers of an elastic job that were not members yet
     # For each server the servers that have copied its variables since a loss.
     copies: dict[int, set[int]] = field(default_factory=dict)
     # How often each worker has started again alone.
     restarted: dict[int, int] = field(default_factory=dict)
+    _last_members: Collection[int] | None = None  # of an elastic job whose function has returned
     # The workers that will start again, with time and reason.
     _awaited: dict[int, tuple[float, str]] = field(default_factory=dict)
+    _started: set[int] = field(default_factory=set)  # workers that have had a process
+    _arrived: dict[int, int] = field(default_factory=dict)  # how often each came on another host
     _may_go: bool = False  # the launcher has terminated the servers
     _left_cleanly: set[int] = field(default_factory=set)
     _save_first: set[int] = field(default_factory=set)
@@ -169,7 +196,9 @@ class Supervisor:
     _began: float = 0.0
 
     def __post_init__(self) -> None:
-        self.running = {*range(self.workers), *map(server_number, range(len(self.mirrors)))}
+        first = self.workers if self.initial < 0 else self.initial
+        self.running = {*range(first), *map(server_number, range(len(self.mirrors)))}
+        self._started = set(self.running)
         self._began = self.now
 
     # -- events ------------------------------------------------------------------------------------
@@ -177,6 +206,35 @@ class Supervisor:
     def left(self, rank: int) -> None:
         """Note that a worker's script has ended cleanly; its process is about to end."""
         self._left_cleanly.add(rank)
+
+    def vacant(self) -> list[int]:
+        """Return the numbers of workers that do not run, and will not start again by themselves."""
+        used = self.running | self._awaited.keys()
+        return [number for number in range(self.workers) if number not in used]
+
+    def add_worker(self, rank: int) -> None:
+        """Note that a worker of an elastic job starts on a host that has come."""
+        if rank in self._started:
+            self._arrived[rank] = self._arrived.get(rank, 0) + 1
+        self._started.add(rank)
+        self.running.add(rank)
+        self.lost_workers.pop(rank, None)
+        self._left_cleanly.discard(rank)
+        self._save_first.discard(rank)
+
+    def incarnation(self, rank: int) -> int:
+        """Return how many earlier processes a worker has had in this attempt."""
+        return self.restarted.get(rank, 0) + self._arrived.get(rank, 0)
+
+    @property
+    def has_finished_worker(self) -> bool:
+        """Whether the program of a worker has ended in order."""
+        return any(not is_server(one) for one in self._left_cleanly)
+
+    def finish(self, members: Collection[int]) -> None:
+        """Note that the function of an elastic job has returned: only its last members matter."""
+        self._last_members = members
+        self._awaited.clear()
 
     def copied(self, server: int, of: int) -> None:
         """Note that a server has a new copy of another server's variables, after a loss."""
@@ -254,6 +312,8 @@ class Supervisor:
         has_left = rank in self._left_cleanly or (rank in self.commands and not joined)
         if self._is_dismissed(rank, status):
             pass
+        elif rank in self.lost_workers:
+            self._note_end_of_lost(rank, now)
         elif rank in self.causes:
             actions = self._end_of_failed(self.causes[rank], status)
         elif status != 0 or not has_left:
@@ -313,22 +373,28 @@ class Supervisor:
         if not serves_nobody and self._can_do_without(rank):
             return [DropServer(rank, reason)]
         return [
-            *self._fail(FailureCause(rank, Severity.OWN, None, code, reason), now),
+            *self._fail(
+                FailureCause(rank, Severity.OWN, None, code, reason, is_host_lost=True), now
+            ),
             *self._let_servers_go(now),
         ]
 
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Note that a rank sends no heartbeats.
+        """Note that a rank does not run on, although its process lives.
 
-        Kill a server that others replace: it must not wake and serve.
+        Kill a server that others replace, and a worker without which the job goes on: it must not
+        wake.
         """
         if rank in self.lost:
             return []
         if self._can_do_without(rank):
             return [DropServer(rank, reason), Kill((rank,))]
+        actions = self._fail(FailureCause(rank, Severity.OWN, None, INTERNAL, reason), now)
+        if any(isinstance(one, LoseWorker) for one in actions):
+            return [*actions, Kill((rank,))]
         return [
-            replace(one, has_ended=False)
-            for one in self._fail(FailureCause(rank, Severity.OWN, None, INTERNAL, reason), now)
+            replace(one, has_ended=False) if isinstance(one, NotifyPeerLost) else one
+            for one in actions
         ]
 
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
@@ -429,6 +495,11 @@ class Supervisor:
         """Return whether a rank's own messages say more about its failure than its end does."""
         return rank in self.causes and self.causes[rank].error in _REPORTED_BY_ENGINE
 
+    @property
+    def returning(self) -> Collection[int]:
+        """The workers that have ended, or are about to, and will start again alone."""
+        return self._awaited.keys()
+
     def will_restart(self, rank: int) -> bool:
         """Return whether a worker has ended and will start again alone."""
         return rank in self._awaited
@@ -460,23 +531,58 @@ class Supervisor:
     def _may_restart(self, rank: int) -> bool:
         is_ending = self._term_at is not None or self._terminated
         count = len(self._awaited) + sum(self.restarted.values())
+        # A worker of an elastic job is lost first, see `_lose_worker`.
         is_worker = bool(self.mirrors) and not is_server(rank)
         return is_worker and not is_ending and count < self.restarts
+
+    def _lose_worker(self, cause: FailureCause, now: float) -> LoseWorker | None:
+        """Note that an elastic job goes on without a worker; None if too few are left."""
+        rank = cause.rank
+        is_ending = self._term_at is not None or self._terminated
+        if not self.fewest or is_server(rank) or is_ending:
+            return None
+        if self._last_members is not None:  # the others do not do again what a member does now
+            if rank in self._last_members:
+                return None
+            self.lost_workers[rank] = cause._replace(at=now)
+            return LoseWorker(rank, cause.reason, cause.status, cause.kind, returns=False)
+        is_hopeless = cause.error in HOPELESS_ERRORS or cause.exit_code in HOPELESS_CODES
+        if is_hopeless and rank not in self.newcomers:
+            return None  # the others would fail in the same way
+        used = len(self._awaited) + sum(self.restarted.values())
+        returns = not cause.is_host_lost and used < self.restarts
+        others = (self.running - self.lost_workers.keys() | self._awaited.keys()) - {rank}
+        if len(others) + returns < self.fewest:
+            return None
+        self.lost_workers[rank] = cause._replace(at=now)
+        if returns:
+            self._awaited[rank] = now + self.config.restart_delay_s, cause.reason
+        return LoseWorker(rank, cause.reason, cause.status, cause.kind, returns)
+
+    def _note_end_of_lost(self, rank: int, now: float) -> None:
+        if rank in self._awaited:
+            _, reason = self._awaited[rank]
+            self._awaited[rank] = now + self.config.restart_delay_s, reason
 
     def _start_again(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for rank, (at, reason) in list(self._awaited.items()):
             if rank not in self.running and now >= at:
                 del self._awaited[rank]
+                self.lost_workers.pop(rank, None)
                 self.restarted[rank] = self.restarted.get(rank, 0) + 1
                 self.running.add(rank)
+                self._left_cleanly.discard(rank)
                 self._save_first.discard(rank)
                 actions.append(RestartWorker(rank, reason))
         return actions
 
-    def _fail(self, cause: FailureCause, now: float) -> list[NotifyPeerLost]:
-        if cause.rank in self.causes:
+    def _fail(self, cause: FailureCause, now: float) -> list[NotifyPeerLost | LoseWorker]:
+        if cause.rank in self.causes or cause.rank in self.lost_workers:
             return []
+        lost = self._lose_worker(cause, now)
+        if lost is not None:
+            return [lost]
         self.causes[cause.rank] = cause._replace(at=now)
         self._end_at(now + self.config.abort_grace_s)
         return [_notice(cause)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from syncvar.core.process_ids import is_server, process_name
 from syncvar.protocol.auth_keys import KEY_BYTES
@@ -27,7 +27,7 @@ from syncvar_launcher.local.stack_requests import StackCollector
 from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from syncvar.core.stack_dump import Thread
@@ -60,6 +60,25 @@ class Workers(Protocol):
     def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start one worker or server again, alone; it gets no input."""
 
+    def begin_generation(self, generation: int, seats: Mapping[int, tuple[int, int]]) -> None:
+        """Prepare shared memory for a generation of an elastic job.
+
+        `seats` has, for each host with members, its index in the generation and their number.
+        """
+
+    def look_for_hosts(self, room: int | None, returning: Collection[int]) -> None:
+        """Look for hosts with room for so many workers; ask workers of others to leave.
+
+        `room` is None if the job takes no more workers. `returning` are workers that have ended and
+        will be started again on their hosts.
+        """
+
+    def start_host(self, slot: Any, numbers: Mapping[int, int]) -> Iterator[Event]:
+        """Start workers on a host that has come; without any let it go.
+
+        `numbers` has for each the number of its earlier processes.
+        """
+
     # The loop.
 
     def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
@@ -85,6 +104,9 @@ class Workers(Protocol):
 
     def busy_s(self, rank: int) -> float:
         """Return the processor time of a process in seconds, as far as it is known."""
+
+    def resident_nbytes(self, rank: int) -> int:
+        """Return the memory of a process in bytes, as far as it is known; 0 after its end."""
 
     # Signals.
 
@@ -185,10 +207,11 @@ class DirectWorkers:
         # These methods of its parts complete the protocol.
         self.unsent, self.look = processes.unsent, processes.look
         self.state, self.busy_s = processes.state, processes.busy_s
+        self.resident_nbytes = processes.resident_nbytes
         self.send, self.send_groups = processes.send, processes.send_groups
         self.kill, self.stop, self.resume = processes.kill, processes.stop, processes.resume
         self.describe, self.take_messages = self._shm.describe, self._shm.take_messages
-        self.abort = self._shm.abort
+        self.abort, self.begin_generation = self._shm.abort, self._shm.begin_generation
         self.note, self.await_noted = self._stacks.note, self._stacks.await_noted
         self.ask, self.answer = self._stacks.ask, self._stacks.answer
         self.place_now, self.pid = self._stacks.place_now, self._stacks.pid
@@ -223,6 +246,13 @@ class DirectWorkers:
     def restart_rank(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start one worker or server again, alone; it gets no input."""
         yield self._start_one(rank, {}, incarnation)
+
+    def look_for_hosts(self, room: int | None, returning: Collection[int]) -> None:
+        """Do nothing: this launcher uses its own machine only."""
+
+    def start_host(self, slot: Any, numbers: Mapping[int, int]) -> Iterator[Event]:
+        """Refuse: this launcher uses its own machine only."""
+        raise AssertionError("no host comes to a launcher without agents")
 
     def _start_one(self, number: int, torch: Mapping[str, str], incarnation: int = 0) -> Event:
         job, ranks, serves = self._job, self._job.options.ranks, is_server(number)

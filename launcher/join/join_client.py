@@ -22,7 +22,13 @@ import zmq
 import syncvar
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_status
-from syncvar.core.errors import ConfigError, HandshakeError, HostUnreachable, with_code
+from syncvar.core.errors import (
+    ConfigError,
+    HandshakeError,
+    HostUnreachable,
+    RendezvousError,
+    with_code,
+)
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import (
@@ -30,6 +36,7 @@ from syncvar.transports.zeromq_sockets import (
     bound_messages,
     events_of,
     monitor_of,
+    resolve_host,
     set_family,
     tcp_endpoint,
 )
@@ -70,16 +77,24 @@ def join(chosen: LaunchOptions) -> int:
     assert chosen.join.address is not None
     host, port = parse_address(chosen.join.address)
     secret = join_secret(chosen.join.key_file)
-    try:
-        _, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"--join {host}:{port}: its name is unknown: {error.strerror}") from None
+    address = _address_of(host, chosen.runtime.rendezvous_timeout_s)
     with SignalWatch(os.environ) as watch:
-        host_joins = _Host(chosen, str(address), port, secret, watch)
+        host_joins = _Host(chosen, address, port, secret, watch)
         try:
             return host_joins.serve()
         finally:
             host_joins.close()
+
+
+def _address_of(host: str, limit_s: float) -> str:
+    """Return the address of a host; the name of a pod resolves once the pod runs."""
+    with contextlib.suppress(RendezvousError):
+        return resolve_host(host, 0.0)
+    _show(f"the name {host} is unknown; waiting for it for up to {limit_s:g} s")
+    try:
+        return resolve_host(host, limit_s)
+    except RendezvousError as error:
+        raise ConfigError(f"--join {host}: its name is unknown: {error.__cause__}") from None
 
 
 class _Host:

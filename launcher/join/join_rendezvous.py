@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 from syncvar.bootstrap.job_private import secret_of_file
 from syncvar.bootstrap.kv_store import shared_folder
 from syncvar.bootstrap.worker_entry import command_of
-from syncvar.core.errors import ConfigError, HostUnreachable, WireError, error_message
+from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.core.output_files import PRIVATE, create_file
+from syncvar.core.progress_line import missing_text, terminal_line
 from syncvar.protocol.auth_keys import KEY_BYTES, derive
 from syncvar.transports.zeromq_sockets import address_towards_any, bracket_ipv6
 from syncvar_launcher.hosts.agent_connection import (
-    NOT_UNDERSTOOD,
     RemoteHost,
     module_command,
     poll_hosts,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from syncvar_launcher.hosts.agent_protocol import Message
     from syncvar_launcher.join.listener import AgentPipe, JoinedHost
     from syncvar_launcher.options.launch_options import LaunchOptions
 
@@ -111,7 +110,7 @@ def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
 def join_lines(options: LaunchOptions) -> list[str]:
     """Return what `--listen` would do, for the dry run; it does not listen."""
     address, port = listen_address(options.join.listen or "")
-    awaited = f"as many hosts as have {options.ranks.workers} slots together"
+    awaited = f"as many hosts as have {_needed_slots(options)} slots together"
     if options.join.host_count is not None:
         awaited = f"{options.join.host_count} hosts"
     origin = "read from" if options.join.key_file.exists() else "to be made in"
@@ -143,11 +142,13 @@ class JoinGroup:
     ) -> None:
         assert options.join.listen is not None
         self._options, self._ask = options, ask
-        self._show: Callable[[str], None] = lambda sentence: show(escape(sentence))
+        self._write = show
+        self._line = terminal_line(options.runtime.progress)
         self._limit_s = options.runtime.rendezvous_timeout_s
         self._pipes: dict[str, AgentPipe] = {}  # by the name of the host
         self._addresses: dict[str, str] = {}
         self._rejections: list[str] = []
+        self._early: list[RemoteHost] = []  # joined when the job had just enough hosts to begin
         address, port = listen_address(options.join.listen)
         self._starter, self._start_failure = starter, start_failure
         if make_key_file(options.join.key_file) and not starter:
@@ -163,7 +164,7 @@ class JoinGroup:
     def gather(self) -> list[RemoteHost]:
         """Wait for as many hosts as the job needs, and return them sorted by name."""
         count = self._options.join.host_count
-        awaited = f"hosts with {self._options.ranks.workers} slots together"
+        awaited = f"hosts with {_needed_slots(self._options)} slots together"
         if count is not None:
             awaited = f"{count} host{'s' * (count != 1)}"
         each = "this host" if count == 1 else "each host"
@@ -173,7 +174,8 @@ class JoinGroup:
                 f"{self._command}"
             )
         joined = self._await(self._has_enough, self._rejection_of, awaited)
-        self._listener.set_places(len(joined))
+        if not self._options.may_grow:
+            self._listener.set_places(len(joined))
         self._rename_twins(joined)
         return sorted(joined, key=_natural_order)
 
@@ -203,6 +205,15 @@ class JoinGroup:
         one.host = host
         return one
 
+    def descriptor(self) -> int:
+        """Return the descriptor to poll for reading: a host joins."""
+        return self._listener.descriptor()
+
+    def newcomers(self) -> list[RemoteHost]:
+        """Return hosts that have joined since the last call, after the job has begun."""
+        early, self._early = self._early, []
+        return [*early, *filter(None, map(self._accept, self._listener.take()))]
+
     def take_messages(self) -> list[str]:
         """Return the messages for the user since the last call."""
         return [escape(one) for one in self._listener.take_messages()]
@@ -220,6 +231,15 @@ class JoinGroup:
         awaited: str,
     ) -> list[RemoteHost]:
         """Return the hosts that have joined, when they are enough; reject the others."""
+        with self._line:
+            return self._gather(is_enough, rejection, awaited)
+
+    def _gather(
+        self,
+        is_enough: Callable[[list[RemoteHost]], bool],
+        rejection: Callable[[RemoteHost, list[RemoteHost]], str],
+        awaited: str,
+    ) -> list[RemoteHost]:
         joined: list[RemoteHost] = []
         pending: list[RemoteHost] = []  # whose facts have not arrived
         now = time.monotonic()
@@ -232,11 +252,14 @@ class JoinGroup:
                 for one in joined:
                     one.send("heartbeat")
             present = [*joined, *pending]
-            received, _ = poll_hosts(present, min(until - now, 1.0), [self._listener.descriptor()])
+            if self._line.is_due():
+                self._line.show(self._joined_text(joined, awaited))
+            limit_s = min(until - now, 1.0, self._line.due_s())
+            received, _ = poll_hosts(present, limit_s, [self._listener.descriptor()])
             pending += filter(None, map(self._accept, self._listener.take()))
             self._show_rejections()
             for one, messages in zip(present, received, strict=True):
-                self._learn_facts(one, messages)
+                one.learn_from(messages)
                 if one in joined and one.loss_reason:
                     joined.remove(one)
                     self._dismiss(one, f"it has left: {one.words() or one.loss_reason}")
@@ -245,9 +268,29 @@ class JoinGroup:
                     self._admit(one, joined, rejection)
                 elif one in pending and now - one.began > _ANSWER_S:
                     one.end("it does not answer in time")
+        self._turn_away(pending)
+        return joined
+
+    def _turn_away(self, pending: list[RemoteHost]) -> None:
+        """Reject hosts that came late, or keep them for an elastic job, which they can join."""
+        if self._options.may_grow:
+            self._early += pending
+            return
         for one in pending:
             self._dismiss(one, "the job has enough hosts without it")
-        return joined
+
+    def _joined_text(self, joined: list[RemoteHost], awaited: str) -> str:
+        """Return how many hosts have joined, and which are missing if that is known."""
+        text = f"waiting for {awaited}; {len(joined)} joined"
+        if self._options.join.host_count is None:
+            text += f" with {sum(one.slots for one in joined)} slots"
+        present = {one.host.name for one in joined}
+        absent = [one.name for one in self._options.hosts.entries if one.name not in present]
+        return f"{text}; {missing_text(absent)}" if absent and self._starter else text
+
+    def _show(self, sentence: str) -> None:
+        self._line.close()
+        self._write(escape(sentence))
 
     def _show_rejections(self) -> None:
         for sentence in self._listener.take_messages():
@@ -267,7 +310,7 @@ class JoinGroup:
             return
         joined.append(one)
         if not self._starter:
-            slots = _slot_count(one)
+            slots = one.slots
             self._show(f"{_host_text(one)} has joined with {slots} slot{'s' * (slots != 1)}")
 
     def _accept(self, new: JoinedHost) -> RemoteHost | None:
@@ -293,15 +336,6 @@ class JoinGroup:
     def _known_facts(self, address: str) -> dict[str, str]:
         return {"launcher_address": self._address, "login_address": address}
 
-    @staticmethod
-    def _learn_facts(one: RemoteHost, messages: list[Message]) -> None:
-        for message in messages:
-            if message["kind"] == "facts":
-                try:
-                    one.learn(message["facts"])
-                except WireError as error:
-                    one.end(f"{NOT_UNDERSTOOD}: {error_message(error)}")
-
     def _dismiss(self, one: RemoteHost, reason: str) -> None:
         self._pipes.pop(one.host.name).refuse(reason)
         one.close()
@@ -320,7 +354,7 @@ class JoinGroup:
         count = self._options.join.host_count
         if count is not None:
             return len(joined) >= count
-        return sum(map(_slot_count, joined)) >= self._options.ranks.workers
+        return sum(one.slots for one in joined) >= _needed_slots(self._options)
 
     def _check_start(self, joined: list[RemoteHost], awaited: str, *, is_late: bool) -> None:
         """Raise HostUnreachable if the time has passed, or if hosts will not join."""
@@ -335,7 +369,7 @@ class JoinGroup:
                 f"{awaited} did not join within {self._limit_s:g} s; nothing was started. "
                 f"{each} runs: {self._command}"
             ),
-            *(f"  {_host_text(one)}: has joined, with {_slot_count(one)} slots" for one in joined),
+            *(f"  {_host_text(one)}: has joined, with {one.slots} slots" for one in joined),
             *([] if joined else ["  nobody has joined"]),
             *(f"  {reason}" for reason in dict.fromkeys(self._rejections)),
         ]
@@ -362,8 +396,9 @@ def _natural_order(one: RemoteHost) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in parts]
 
 
-def _slot_count(one: RemoteHost) -> int:
-    return int(one.host.slots or one.facts["core_count"])
+def _needed_slots(options: LaunchOptions) -> int:
+    """Return how many slots the job needs to begin."""
+    return options.ranks.fewest or options.ranks.workers
 
 
 def join_argv(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgpack
 
@@ -34,6 +34,7 @@ from syncvar_launcher.local.process_sessions import (
     groups,
     kill_sessions,
     process_state,
+    resident_pages,
     signal_sessions,
     start_time,
 )
@@ -96,7 +97,21 @@ class Spared(NamedTuple):
     ranks: list[int]
 
 
-Event = WorkerOutput | WorkerStatus | WorkerStarted | WorkerExited | WorkerUnreachable | Spared
+class HostArrived(NamedTuple):
+    """A host has come to an elastic job, and can get workers."""
+
+    slot: Any  # the `HostSlot` of the room `hosts`
+
+
+Event = (
+    WorkerOutput
+    | WorkerStatus
+    | WorkerStarted
+    | WorkerExited
+    | WorkerUnreachable
+    | Spared
+    | HostArrived
+)
 
 _Role = Literal["pidfd", "out", "err", "status"]
 _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "status")
@@ -278,6 +293,10 @@ class LocalWorkers:
     def busy_s(self, rank: int) -> float:
         """Return the processor time of a worker's process, in seconds."""
         return busy_ticks(self.workers[rank].process.pid) / os.sysconf("SC_CLK_TCK")
+
+    def resident_nbytes(self, rank: int) -> int:
+        """Return the resident memory of a worker's process; 0 after its end."""
+        return resident_pages(self.workers[rank].process.pid) * os.sysconf("SC_PAGE_SIZE")
 
     def send(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to workers; SIGTERM also wakes those that are stopped.

@@ -44,6 +44,12 @@ def busy_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if fields else -1
 
 
+def resident_pages(pid: int) -> int:
+    """Return the resident memory of a process in pages; 0 after its end."""
+    fields = _fields(pid)
+    return max(0, int(fields[21])) if fields else 0
+
+
 def start_time(pid: int) -> int:
     """Return the start of a process in clock ticks since boot; -1 after its end."""
     fields = _fields(pid)

@@ -19,7 +19,7 @@ from syncvar.shm.segment_file import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from syncvar_launcher.options.launch_options import LaunchOptions
@@ -39,7 +39,7 @@ def make_shm_service(
     sizes = split_evenly(ranks.workers, ranks.fake_hosts)
     servers = server_hosts(ranks.servers, len(sizes))
     cores = [max(1, core_count * size // ranks.workers) for size in sizes]
-    return ShmService(
+    service = ShmService(
         job_id,
         runtime.shm_bytes,
         [
@@ -51,6 +51,9 @@ def make_shm_service(
         hands_over=hands_over and runtime.transport != "zmq",
         between_hosts=runtime.between_hosts,
     )
+    if ranks.forms_generations:
+        service.await_generations()
+    return service
 
 
 def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> str:
@@ -105,6 +108,8 @@ class ShmService:
         self._hosts = hosts
         self._generation = generation
         self._unavailable_reason = unavailable_reason
+        # Of generations of an elastic job: by host, its index and its number of members.
+        self._seats: dict[int, Mapping[int, tuple[int, int]]] = {}
         self._fd_servers: dict[int, FdServer] = {}  # by position in `hosts`
         self._fd_servers_of_servers: list[FdServer] = []
         self._messages: list[str] = []
@@ -189,6 +194,21 @@ class ShmService:
             messages += [text for text in server.take_messages() if text not in messages]
         return messages
 
+    def await_generations(self) -> None:
+        """Let requests wait for the `begin_generation` of their generation, as in elastic jobs."""
+        for server in self._fd_servers.values():
+            server.awaits_generations = True
+
+    def begin_generation(self, generation: int, seats: Mapping[int, tuple[int, int]]) -> None:
+        """Expect the members of a generation of an elastic job.
+
+        `seats` has, for each host with members, its index in the generation and their number.
+        """
+        self._seats = {generation: seats}
+        for position, server in self._fd_servers.items():
+            _, size = seats.get(self._hosts[position].number, (0, 0))
+            server.expect(generation, size)
+
     def abort(self, generation: int | None = None) -> None:
         """Wake every rank that waits in shared memory, of one generation or of all."""
         for server in self._fd_servers.values():
@@ -212,4 +232,7 @@ class ShmService:
     ) -> tuple[CreatedSegment | None, str]:
         host = self._hosts[position]
         folder = str(host.directory)
-        return create(self._shm_bytes, size, host.cores, generation, folder, host.number)
+        index = host.number
+        if generation in self._seats:
+            index, size = self._seats[generation][host.number]
+        return create(self._shm_bytes, size, host.cores, generation, folder, index)

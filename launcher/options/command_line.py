@@ -29,6 +29,7 @@ from syncvar_launcher.options.option_table import (
     WORKERS,
     WRONG_OPTION,
     Option,
+    read_dashboard,
     read_stats,
     read_variables,
 )
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 _FOOTER = f"""
 Instead of --some-option: the variable {LAUNCH_PREFIX}SOME_OPTION, or the key
 some_option in the file. A switch set there is turned off by --no-some-option.
-
 Exit code: of the first rank that failed (128 + n for signal n), or 2 usage,
 69 hosts, 70 lost rank, 71 limits, 74 checkpoint, 75 preempted, 76 mismatch,
 77 key, 78 configuration, 124 timeout.
@@ -72,8 +72,7 @@ in -H, as for mpirun, one for each time that the host is named.
 _HOSTS_FOOTER = """
 The launcher logs in to each host by ssh, without a password; with --listen each
 host runs --join instead. A host needs this version of syncvar for the same Python,
-the script at the same path or --stage, and open TCP ports (32768 to 60999) to the
-others.
+the script at the same path or --stage, and open TCP ports (32768 to 60999).
 Links between hosts are encrypted; --encryption control-only sends data in plain,
 and still admits members only. The launcher checks all hosts before it starts ranks.
 """
@@ -241,7 +240,7 @@ def _take_option(rest: list[str]) -> str:
         if equals:
             usage_error(f"{name} takes no value")
         return name
-    if option.read is read_stats and not equals:
+    if option.read in {read_stats, read_dashboard} and not equals:
         equals, value = "=", "yes"
     if not equals:
         if not rest:

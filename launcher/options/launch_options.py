@@ -90,6 +90,8 @@ class RankOptions(NamedTuple):
     cores_per_worker: int | None  # cores of each worker, or None for an equal share
     torch_env: bool  # whether ranks also get MASTER_ADDR and MASTER_PORT
     debug: int | None  # rank that gets the terminal, or None
+    spares: int = 0  # workers of an elastic job that wait until another one is lost
+    fewest: int = 0  # fewest members of an elastic job; 0: the job is not elastic
 
     def validate(self, programs: Sequence[RankProgram], *, has_hosts: bool) -> None:
         """Check the numbers of processes against each other, and the start method."""
@@ -106,6 +108,13 @@ class RankOptions(NamedTuple):
         if self.servers > COUNT_MAX:
             raise ConfigError(f"--servers {self.servers}: at most {COUNT_MAX} are possible")
         check_debugged(self.debug, self.workers or COUNT_MAX)
+        if self.spares and not self.fewest:
+            raise ConfigError(
+                f"--spares {self.spares}: spare workers replace lost ones of an elastic job; give "
+                "--workers MIN:MAX"
+            )
+        if self.fewest:
+            self._check_elastic(programs)
         if not has_hosts:
             try:
                 split_evenly(self.workers, self.fake_hosts)
@@ -117,6 +126,37 @@ class RankOptions(NamedTuple):
                     f"--start-method fork: {one.target} is a program of its own (--no-python), "
                     "and only a Python script or module can be forked from a process that has "
                     "imported NumPy; use --start-method spawn"
+                )
+
+    @property
+    def forms_generations(self) -> bool:
+        """Whether workers of an elastic job make calls together, in generations.
+
+        With parameter servers each worker makes its calls to the servers.
+        """
+        return self.fewest > 0 and not self.servers
+
+    @property
+    def most(self) -> int:
+        """The most members of an elastic job at a time."""
+        return self.workers - self.spares
+
+    def _check_elastic(self, programs: Sequence[RankProgram]) -> None:
+        """Check that nothing contradicts an elastic job."""
+        reasons = {
+            "--spares beside --servers, where nobody waits for others": (
+                self.servers > 0 and self.spares > 0
+            ),
+            "several programs (:)": len(programs) > 1,
+            "--debug": self.debug is not None,
+            "--torch-env": self.torch_env,
+            "--no-python": any(one.kind == "command" for one in programs),
+        }
+        for name, is_chosen in reasons.items():
+            if is_chosen:
+                raise ConfigError(
+                    f"--workers {self.fewest}:{self.most} makes an elastic job, which cannot have "
+                    f"{name}: leave it out, or give a single number of workers"
                 )
 
 
@@ -182,6 +222,7 @@ class HostOptions(NamedTuple):
     remote_python: str | None  # Interpreter where a host names none; None for this one's path.
     iface: str | None  # Interfaces and networks of links between hosts; None for all that serve.
     stage: bool  # whether the launcher copies the script's folder to the hosts
+    discovery: Path | None = None  # script that prints the hosts that there are now, or None
 
     def validate(self, origin: Mapping[str, str], fake_hosts: int, *, has_hosts: bool) -> None:
         """Check that `--fake-hosts` and `--stage` fit the hosts."""
@@ -267,6 +308,7 @@ class OutputOptions(NamedTuple):
     log_dir: Path | None  # absolute path of the folder for one file per rank and stream, or None
     events: Path | None  # absolute path of the file of events, or None
     stats: bool | Path  # whether to show totals of all calls at the end; a path writes them as JSON
+    dashboard: str  # address of the dashboard, perhaps with a port; empty for none
     timestamps: bool  # whether each line begins with the local time
     color: str  # "auto", "always" or "never"
     verbose: bool  # whether the launcher shows more
@@ -309,7 +351,14 @@ class LaunchOptions(NamedTuple):
     @property
     def has_hosts(self) -> bool:
         """Whether agents start the workers, on hosts that the user named or that join."""
-        return bool(self.hosts.entries) or self.join.listen is not None
+        is_named = bool(self.hosts.entries) or self.hosts.discovery is not None
+        return is_named or self.join.listen is not None
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether hosts may come while the job runs."""
+        has_source = self.hosts.discovery is not None or self.join.listen is not None
+        return self.ranks.fewest > 0 and has_source
 
     @property
     def programs(self) -> tuple[RankProgram, ...]:
@@ -328,6 +377,21 @@ class LaunchOptions(NamedTuple):
             )
         return self._replace(ranks=self.ranks._replace(workers=workers, fake_hosts=1))
 
+    def _check_discovery(self) -> None:
+        script, hosts = self.hosts.discovery, self.hosts
+        if script is None:
+            return
+        if not self.ranks.fewest:
+            raise ConfigError(
+                f"--host-discovery {script}: only an elastic job takes hosts while it runs; give "
+                "--workers MIN:MAX"
+            )
+        if hosts.entries or self.join.listen is not None:
+            raise ConfigError(
+                f"--host-discovery {script} and -H, --hostfile or --listen both name hosts; leave "
+                "one out"
+            )
+
     def validate(self) -> None:
         """Check the options against each other."""
         if self.ranks.workers > COUNT_MAX:
@@ -337,6 +401,7 @@ class LaunchOptions(NamedTuple):
             )
         self.output.validate(self.origin, self.ranks.workers)
         self.hosts.validate(self.origin, self.ranks.fake_hosts, has_hosts=self.has_hosts)
+        self._check_discovery()
         self.ranks.validate(self.programs, has_hosts=self.has_hosts)
         self.program.validate(self.origin, has_hosts=self.has_hosts)
 

@@ -56,6 +56,7 @@ COUNT_MAX = 1 << 16
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _PORT_MAX = 65535
+_LOOPBACK = "127.0.0.1"
 
 _WORDS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -149,7 +150,8 @@ class Option(NamedTuple):
         if self.setting:
             settings = RuntimeConfig.runtime_settings()
             default = next(one.default for one in settings if one.name == self.setting)
-            return f"{text} [{default}]" if isinstance(default, str) else f"{text} [{default:g} s]"
+            shown = default if isinstance(default, str) else f"{default:g} s"
+            return f"{text} [{shown}]" if shown else text
         return f"{text} [{self.default}]" if isinstance(self.default, int | str) else text
 
     def value(self, raw: Any, *, is_text: bool) -> Any:
@@ -184,6 +186,14 @@ def read_stats(value: Any, *, is_text: bool) -> Any:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ConfigError(f"must be yes, no or a path, not {value!r}")
     return value
+
+
+def read_dashboard(value: Any, *, is_text: bool) -> Any:
+    """Return the address of the dashboard, perhaps with a port; empty for none."""
+    word = _WORDS.get(value.lower()) if is_text else value
+    if isinstance(word, bool):
+        return _LOOPBACK if word else ""
+    return read_address(value, is_text=is_text)
 
 
 def read_output(value: Any, *, is_text: bool) -> Any:  # noqa: ARG001  (the protocol has it)
@@ -262,11 +272,25 @@ def _number_of(value: Any, *, is_text: bool) -> float:
     return math.nan
 
 
+class WorkerRange(NamedTuple):
+    """The fewest and most workers of an elastic job."""
+
+    fewest: int
+    most: int
+
+
 def read_workers(value: Any, *, is_text: bool) -> Any:
-    """Return the number of ranks; "auto" is one for each usable core."""
+    """Return the number of ranks; "auto" is one for each usable core; MIN:MAX a `WorkerRange`."""
     if value == "auto":
         return core_count()
-    return _read_whole(value, is_text=is_text, low=1, high=COUNT_MAX, also="auto or ")
+    if isinstance(value, str) and ":" in value:
+        low, _, high = value.partition(":")
+        most = core_count() if high == "auto" else read_count(high, is_text=True)
+        fewest = read_count(low, is_text=True)
+        if fewest > most:
+            raise ConfigError(f"MIN:MAX needs MIN <= MAX, and {value!r} has {fewest} and {most}")
+        return WorkerRange(fewest, most)
+    return _read_whole(value, is_text=is_text, low=1, high=COUNT_MAX, also="auto, MIN:MAX or ")
 
 
 def read_port(value: Any, *, is_text: bool) -> Any:
@@ -429,8 +453,10 @@ OPTIONS = (
     Option("dry_run", ("--dry-run",), RUN, "program.dry_run", read_switch, "",
            "show what would be done, and do nothing", default=False),
     Option("workers", ("-n", "-np", "--nproc-per-node", "--workers"), WORKERS, "ranks.workers",
-           read_workers, "N|auto", "how many ranks; auto: one per usable core", 1,
-           spelling="-n, -np, --workers N|auto"),
+           read_workers, "N|MIN:MAX", "auto: cores; MIN:MAX: elastic, --spares N", 1,
+           spelling="-n, --workers N|MIN:MAX"),
+    Option("spares", ("--spares",), ASIDE, "ranks.spares", read_number, "N",
+           "elastic: more workers, which wait until one is lost", 0),
     Option("servers", ("--servers",), WORKERS, "ranks.servers", read_number, "N",
            "hold variables; --server-replicas 1 copies them", 0),
     Option("server_replicas", ("--server-replicas",), ASIDE, "ranks.server_replicas",
@@ -439,6 +465,8 @@ OPTIONS = (
            "act as K hosts joined by TCP, for tests", 1),
     Option("hostfile", ("--hostfile",), HOSTS, "hosts.hostfile", read_path, "FILE",
            "hosts and slots, one a line"),
+    Option("host_discovery", ("--host-discovery",), HOSTS, "hosts.discovery", read_path, "SCRIPT",
+           "elastic: prints hosts that exist now, one a line"),
     Option("hosts", ("-H", "--hosts"), HOSTS, "hosts.entries", read_text, "LIST",
            "hosts and slots: a:2,b:2"),
     Option("allocation", ("--allocation",), HOSTS, "hosts.allocation", read_text, "HOW",
@@ -491,6 +519,10 @@ OPTIONS = (
            "append what happens to the job as JSON lines"),
     Option("stats", ("--stats",), OUTPUT, "output.stats", read_stats, "yes|FILE",
            "totals of all calls at the end, as a table or JSON", spelling="--stats[=FILE]"),
+    Option("dashboard", ("--dashboard",), OUTPUT, "output.dashboard", read_dashboard, "ADDR[:PORT]",
+           "a page that shows the job, and metrics", spelling="--dashboard[=ADDR[:PORT]]"),
+    Option("ledger", ("--ledger",), OUTPUT, "runtime.ledger", read_path, "DIR",
+           "calls by variable and program line, a file a rank"),
     Option("timestamps", ("--timestamps",), OUTPUT, "output.timestamps", read_switch, "",
            "put the local time before each line", default=False),
     Option("color", ("--color",), OUTPUT, "output.color", read_text, "WHEN",
@@ -502,7 +534,7 @@ OPTIONS = (
     Option("forward_signals", ("--forward-signals",), LIMITS, "limits.forward_signals",
            read_signals, "LIST", "pass these signals to ranks", FORWARDED_SIGNALS),
     Option("max_restarts", ("--max-restarts",), LIMITS, "limits.max_restarts", read_number,
-           "K", "start all again when one fails", 0),
+           "K", "start all (elastic: one) again when one fails", 0),
     Option("start_timeout", ("--start-timeout",), LIMITS, "runtime.rendezvous_timeout_s",
            read_seconds, "S", "longest wait for all ranks to meet"),
     Option("grace", ("--grace",), LIMITS, "runtime.term_grace_s", read_seconds, "S",

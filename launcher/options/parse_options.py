@@ -34,6 +34,7 @@ from syncvar_launcher.options.option_table import (
     LAUNCH_PREFIX,
     OPTIONS,
     Option,
+    WorkerRange,
 )
 from syncvar_launcher.options.worker_environment import env_variables
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 _KEY_FILE = ".syncvar-key"
 _HOSTFILE_NBYTES_MAX = 1 << 20
 _LAYERS = ("default", "file", "environment", "command line")
-_PATH_SETTINGS = ("trace", "auto_log", "auto_replay", "match_log", "match_replay")
+_PATH_SETTINGS = ("trace", "ledger", "auto_log", "auto_replay", "match_log", "match_replay")
 
 # The settings of `--debug`, as in configs/debug.toml. Deadlines are endless: a person at a
 # breakpoint is not a failure. The graces and the shutdown stay finite, because they run only when a
@@ -176,11 +177,12 @@ def parse(
         **{**layers.fields("program"), "cwd": layers.path("cwd") or base},
         more=more,
     )
+    fewest = _take_range(values)
     if values["workers"]:  # else the first program takes the slots that the others leave
         values["workers"] += layers.later_workers
     options = LaunchOptions(
         program=program,
-        ranks=RankOptions(**layers.fields("ranks")),
+        ranks=RankOptions(**layers.fields("ranks"), fewest=fewest),
         hosts=hosts,
         join=join,
         output=OutputOptions(**layers.fields("output")),
@@ -193,6 +195,15 @@ def parse(
         program.cwd, may_be_empty=join.address is not None, is_local=not options.has_hosts
     )
     return options
+
+
+def _take_range(values: dict[str, Any]) -> int:
+    """Replace MIN:MAX by the number of processes; return MIN, or 0 for a plain number."""
+    workers = values["workers"]
+    if not isinstance(workers, WorkerRange):
+        return 0
+    values["workers"] = workers.most + values["spares"]
+    return workers.fewest
 
 
 def _later_program(part: CommandLine, layers: _Layers, environ: Mapping[str, str]) -> RankProgram:
@@ -222,8 +233,9 @@ class _Layers:
         file_layer, self.file_settings = read_config_file(base / path) if path else ({}, {})
         layers = zip(_LAYERS[1:], (file_layer, variables_layer, line), strict=True)
         self._merge(tuple(layers), environ)
-        for key in ("config", "log_dir", "events"):
+        for key in ("config", "log_dir", "events", "host_discovery"):
             self.values[key] = self.path(key)
+        self.values["dashboard"] = self.values["dashboard"] or ""
         stats = self.values["stats"]
         self.values["stats"] = base / stats if isinstance(stats, str) else bool(stats)
 
@@ -284,6 +296,7 @@ def _host_options(
     values, origin = layers.values, layers.origin
     is_searched = (
         values["allocation"] == "auto"
+        and values["host_discovery"] is None
         and values["fake_hosts"] == 1
         and values["listen"] is None
         and values["join"] is None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -175,6 +176,9 @@ if _native is not None:  # classes with the same attributes, which C reads direc
     CopyGuard = _native.CopyGuard  # type: ignore[misc]
     VariableCounters = _native.VariableCounters  # type: ignore[misc]
     CheckGate = _native.CheckGate  # type: ignore[misc]
+
+crc32: Callable[..., int] = zlib.crc32 if _native is None else _native.crc32
+"""The CRC-32 of a buffer, or of one behind bytes with a known sum, as zlib computes it."""
 
 
 class MessageCounter(CommunicatorState):

@@ -47,7 +47,8 @@ int end_async_call(PyObject *object, int64_t patience_ns) {
     call->channel->open_call = NULL;
     Py_INCREF(object); /* the lists may hold the last reference */
     withdraw(self);
-    const int recorded = record(call->add, call->info, self->number, self->began);
+    const int recorded = record(call->add, call->info, self->number, self->began, self->site,
+                                self->instruction);
     Py_DECREF(object);
     return recorded < 0 ? -1 : 1;
 }

@@ -2,7 +2,7 @@
 #ifndef SYNCVAR_CONSTANTS_H
 #define SYNCVAR_CONSTANTS_H
 
-#define FORM 31
+#define FORM 34
 #define SPREAD 11400714819323198485ull
 #define RANKS_MAX 64
 #define RING_SLOTS 32

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HEADER = Path(__file__).with_name("constants.h")
 
-FORM = 31  # version of the interface between Python and the extension
+FORM = 34  # version of the interface between Python and the extension
 
 # Of calls and their checks.
 SPREAD = 0x9E3779B97F4A7C15  # odd, so that calls with one fingerprint have different checks

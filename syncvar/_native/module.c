@@ -53,6 +53,8 @@ static PyMethodDef functions[] = {
      "Invalidate the dispatch cache for calls without `group=`."},
     {"copy_once", copy_once, METH_VARARGS,
      "Copy bytes of an array into another one in one of three ways."},
+    {"crc32", (PyCFunction)(void (*)(void))crc32_of, METH_FASTCALL,
+     "Return the CRC-32 of a buffer, as zlib does."},
     {NULL},
 };
 
@@ -67,6 +69,7 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
 
 static int prepare_module(PyObject *module) {
     choose_copy();
+    prepare_checksum();
     if (find_numpy() < 0 || intern_names() < 0 || intern_kinds() < 0 ||
         PyModule_AddIntConstant(module, "FORM", FORM) < 0)
         return -1;

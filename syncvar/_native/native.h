@@ -2,7 +2,7 @@
  * so one build serves every version from 3.11 on.
  *
  * Each file uses those above it in this list. `object_support.c`: objects in general.
- * `memory_copy.c`, `reduce_kernels.c`: copies and arithmetic. `channels.c`: waiting for ranks.
+ * `memory_copy.c`, `reduce_kernels.c`, `checksum.c`: copies and arithmetic. `channels.c`: waiting.
  * `program_check.c`, `program_exec.c`: programs. `pytree.c`, `persistent_call.c`,
  * `persistent_call_exec.c`, `async_call.c`, `dispatch.c`: persistent calls. `variable_access.c`:
  * variables. `p2p.c`: messages. `module.c`: the module. */
@@ -92,7 +92,8 @@ int is_unlocked(PyObject *lock);
 int is_free(PyObject *engine, PyObject *lock);
 int try_acquire(PyObject *lock);
 void release(PyObject *lock);
-int record(PyObject *add, PyObject *info, PyObject *number, PyObject *began);
+int record(PyObject *add, PyObject *info, PyObject *number, PyObject *began, PyObject *site,
+           PyObject *instruction);
 int64_t now_ns(void);
 Py_ssize_t read_numbers(PyObject *given, Py_ssize_t *into, Py_ssize_t most);
 int is_within(Py_ssize_t start, Py_ssize_t nbytes, Py_ssize_t whole);
@@ -206,6 +207,8 @@ int is_number(PyObject *value);
 /* -- copies and arithmetic --------------------------------------------------------------------- */
 
 void choose_copy(void);
+void prepare_checksum(void);
+PyObject *crc32_of(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 extern void (*copy_bytes)(char *target, const char *source, size_t nbytes);
 
 /* Measurements of copies to memory that other ranks read; see copy_out. */

@@ -145,13 +145,24 @@ int64_t now_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Add an ended call to the flight recorder; NULL for number or began means an exception is set. */
-int record(PyObject *add, PyObject *info, PyObject *number, PyObject *began) {
+/* Add an ended call to the flight recorder. NULL for number or began means an exception is set.
+ * The one item of `add` is the recorder's method, which may change from call to call. `site` and
+ * `instruction` say where a started call began; NULL for other calls. */
+int record(PyObject *add, PyObject *info, PyObject *number, PyObject *began, PyObject *site,
+           PyObject *instruction) {
     PyObject *end = PyLong_FromLongLong(now_ns()),
              *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     const int are_there = number != NULL && began != NULL && end != NULL && thread != NULL;
-    PyObject *entry = are_there ? PyTuple_Pack(5, info, number, began, end, thread) : NULL;
-    PyObject *added = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(add, entry, NULL);
+    PyObject *entry = NULL, *added = NULL;
+    if (are_there)
+        entry = site == NULL
+                    ? PyTuple_Pack(5, info, number, began, end, thread)
+                    : PyTuple_Pack(7, info, number, began, end, thread, site, instruction);
+    if (entry != NULL) {
+        PyObject *method = Py_XNewRef(PyList_GetItem(add, 0));
+        if (method != NULL) added = PyObject_CallFunctionObjArgs(method, entry, NULL);
+        Py_XDECREF(method);
+    }
     Py_XDECREF(end);
     Py_XDECREF(thread);
     Py_XDECREF(entry);

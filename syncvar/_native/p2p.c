@@ -84,7 +84,7 @@ static int is_of(const Sort *sort, PyObject *value, int flags) {
 static int complete(End *self, const Sort *sort, long long call, int64_t begin) {
     self->count->next_call = self->stream->next_call = call + 1;
     PyObject *number = PyLong_FromLongLong(call), *since = PyLong_FromLongLong(begin);
-    const int noted = record(self->add, sort->info, number, since);
+    const int noted = record(self->add, sort->info, number, since, NULL, NULL);
     Py_XDECREF(number);
     Py_XDECREF(since);
     return noted;

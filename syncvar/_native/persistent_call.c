@@ -107,11 +107,12 @@ static PyObject *native_call_call(PyObject *object, PyObject *arguments, PyObjec
                     timeout);
 }
 
-/* start(x, out, timeout, site): see start_call; `site` is the text of the call site. */
+/* start(x, out, timeout, site, instruction): see start_call. */
 static PyObject *native_call_start(PyObject *object, PyObject *arguments) {
-    PyObject *x, *out, *timeout, *site;
-    if (!PyArg_ParseTuple(arguments, "OOOO", &x, &out, &timeout, &site)) return NULL;
-    return start_call((NativeCall *)object, x, out, timeout, site, Py_None);
+    PyObject *x, *out, *timeout, *site, *instruction = Py_None;
+    if (!PyArg_ParseTuple(arguments, "OOOO|O", &x, &out, &timeout, &site, &instruction))
+        return NULL;
+    return start_call((NativeCall *)object, x, out, timeout, site, instruction);
 }
 
 static int native_call_clear(PyObject *object) {
@@ -272,7 +273,7 @@ static PyMemberDef native_call_members[] = {
 static PyMethodDef native_call_methods[] = {
     {"add_program", native_call_add_program, METH_VARARGS,
      "Add the program for a placement of long vectors."},
-    {"start", native_call_start, METH_VARARGS, "Start the call: (x, out, timeout, site)."},
+    {"start", native_call_start, METH_VARARGS, "Start the call: (x, out, timeout, site, instruction)."},
     {NULL},
 };
 

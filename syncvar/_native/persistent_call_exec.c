@@ -490,7 +490,8 @@ PyObject *run_call(PyObject *object, PyObject *x, PyObject *out, PyObject *spec,
     if (state == READY) state = begin_attempt(self, &attempt);
     if (state == PUBLISHED || state == RUN_SUSPENDED)
         result = continue_in_engine(self, &attempt, state == RUN_SUSPENDED);
-    if (state == COMPLETED && record(self->add, attempt.info, attempt.number, attempt.began) == 0)
+    if (state == COMPLETED &&
+        record(self->add, attempt.info, attempt.number, attempt.began, NULL, NULL) == 0)
         result = result_of(self, attempt.output);
     if (attempt.has_lock) release(self->busy);
     if (state == FALL_BACK)

@@ -306,11 +306,13 @@ def build(collective: str, algorithm: str, args: ScheduleArgs) -> Schedule:
             f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows"
         )
     blocks = tuple(counts) or (count,) * world_size
-    pairs = tuple(map(tuple, matrix)) or (blocks,) * world_size
-    lowest = min(map(min, (blocks, *pairs)))
-    if lowest < 0:
-        raise ConfigError(f"a count is negative: {lowest}")
-    even = len(set(blocks)) == 1 and len({element for row in pairs for element in row}) == 1
+    pairs: tuple[tuple[int, ...], ...] = ()
+    if work is WorkLayout.PAIRS:
+        pairs = tuple(map(tuple, matrix)) or (blocks,) * world_size
+    known = set[int]().union(*(pairs or (blocks,)))
+    if min(known) < 0:
+        raise ConfigError(f"a count is negative: {min(known)}")
+    even = len(known) == 1
     fault = unsuited(collective, algorithm, world_size, even=even)
     if fault is not None:
         raise ConfigError(fault)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from syncvar.transports.base import Transport
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi_transport import Fabric
+    from syncvar.transports.zeromq_transport import ZeromqTransport
 
 _log = logging.getLogger("syncvar")
 _hooks_before: list[ExceptionHook] = []  # at most one
@@ -82,8 +83,8 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
             from syncvar.bootstrap.rendezvous import meet
 
             environment, secret = meet(info, config, environ, job_secret(environ), kv_store)
-    if environment is None or (environment.world_size == 1 and environment.host_count == 1):
-        return ProcessContext(environment, config)
+    if environment is None or environment.is_world_of_one:
+        return ProcessContext(None if environment and environment.elastic else environment, config)
     keys = keys_of(environment, config, environ, secret)
     return _wired(
         environment,
@@ -93,6 +94,19 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         None if kv_store is None else kv_store.fabric,
         keeper,
     )
+
+
+def connect_generation(
+    environment: RankEnvironment, config: RuntimeConfig, keys: LinkKeys | None
+) -> ProcessContext:
+    """Return the context of a member of a generation of an elastic job.
+
+    `environment` has the member's place in it. Raise RendezvousError or PeerLost if another member
+    does not come.
+    """
+    if environment.world_size == 1:
+        return ProcessContext(environment, config, generation=environment.generation)
+    return _wired(environment, config, environment.generation, keys, None, None)
 
 
 def connect_as(
@@ -161,7 +175,7 @@ def _wired(
                 fabric, environment.rank, tag_of(generation), config.segment_bytes, control
             )
         else:
-            transport = ZeromqTransport(
+            links = ZeromqTransport(
                 zeromq,
                 environment.rank,
                 f"ipc://{environment.socket_directory}",
@@ -170,6 +184,7 @@ def _wired(
                 control,
                 HostLinks(outside, keys) if outside else None,
             )
+            transport = _with_lanes(links, environment.rank, config, keys)
         undoing.callback(transport.close, 0)
         shm = _attach(environment, config, generation)
         if isinstance(shm, SharedSegment):
@@ -179,6 +194,24 @@ def _wired(
         context.ends_sockets = zeromq.term
         undoing.pop_all()
     return context
+
+
+def _with_lanes(
+    links: ZeromqTransport, rank: int, config: RuntimeConfig, keys: LinkKeys | None
+) -> Transport:
+    """Return a transport with lanes between hosts where there can be some, or the links."""
+    if not links.outside:
+        return links
+    from syncvar.transports.lane_transport import LaneTransport, links_reason
+
+    if reason := links_reason(config):
+        _log.info("rank %d: data between hosts use ZeroMQ links: %s", rank, reason)
+        return links
+    key = None
+    if config.encryption == "required":
+        assert keys is not None
+        key = keys.lanes
+    return LaneTransport(links, rank, config, key)
 
 
 def _attach(

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native import runner_text, which
+from syncvar.algorithms.cost_model import BetweenHosts
 from syncvar.algorithms.selection import parse_forced
+from syncvar.bootstrap.host_probe import HostProbe, network_of, wants_probe
 from syncvar.core.environment import HostMap, RankEnvironment
 from syncvar.core.errors import (
     HandshakeError,
@@ -45,10 +47,11 @@ from syncvar.shm.message_ring import RingTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from syncvar.algorithms.cost_model import HostNetwork
     from syncvar.core.settings import RuntimeConfig
     from syncvar.core.stack_dump import StackFrame
     from syncvar.shm.segment import SharedSegment
-    from syncvar.transports.base import Control, Transport
+    from syncvar.transports.base import Arrival, Control, Transport
 
 _WORLD = 0
 _WORLD_OF_ONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
@@ -81,12 +84,15 @@ def join_handshake(
                 "shm": without_shm,
                 "host_index": environment.host_index,
                 "outside": transport.outside,
+                "probes": int(wants_probe(config, transport)),
             },
         )
     )
     # The launcher decides when the handshake has failed; this limit only guards against a stuck
     # launcher.
     limit_s = config.rendezvous_timeout_s + 10.0
+    members: Message | None = None
+    leftovers: list[Arrival] = []
     began, has_warned = time.monotonic(), False
     deadline = began + limit_s
     while True:
@@ -101,24 +107,50 @@ def join_handshake(
             transport.wait(min(1.0, deadline - time.monotonic()))
         elif message["kind"] == "members":
             transport.open(message["addresses"], message["generation"])
-            return message
-        elif message["kind"] == "refused":
-            if message["error"] == "HandshakeError":
-                raise HandshakeError(message["reason"])
-            raise RendezvousError(
-                f"rank {environment.rank} could not join: {message['reason']}", message["missing"]
-            )
-        elif message["kind"] == "abort":
-            raise PeerLost(
-                message["rank"],
-                message["host"],
-                message["reason"],
-                "while the ranks met",
-                status=next(iter(message["status"]), None),
-                kind=message["failure_kind"],
-            )
-        elif message["kind"] not in _OF_LAST_GENERATION:
-            raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
+            if not message["probes"]:
+                return message
+            members = message
+            leftovers = _measure_hosts(environment.rank, config, transport, control, members)
+        elif message["kind"] == "host_network" and members is not None:
+            return {**members, "rates": message["rates"], "leftovers": leftovers}
+        else:
+            _raise_refusal(environment.rank, message)
+
+
+def _raise_refusal(rank: int, message: Message) -> None:
+    """Raise the error that a message brings instead of members; pass over older messages."""
+    if message["kind"] == "refused":
+        if message["error"] == "HandshakeError":
+            raise HandshakeError(message["reason"])
+        raise RendezvousError(
+            f"rank {rank} could not join: {message['reason']}", message["missing"]
+        )
+    if message["kind"] == "abort":
+        raise PeerLost(
+            message["rank"],
+            message["host"],
+            message["reason"],
+            "while the ranks met",
+            status=next(iter(message["status"]), None),
+            kind=message["failure_kind"],
+        )
+    if message["kind"] not in _OF_LAST_GENERATION:
+        raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
+
+
+def _measure_hosts(
+    rank: int, config: RuntimeConfig, transport: Transport, control: Control, members: Message
+) -> list[Arrival]:
+    """Measure between the hosts, if this rank is the head of one; return what else has arrived."""
+    places = members["host_indices"]
+    if rank != min(one for one in places if places[one] == places[rank]):
+        return []
+    from syncvar.transports.lane_transport import path_between_hosts
+
+    probe = HostProbe(transport, rank, members["generation"], places)
+    rates = probe.run(config.segment_bytes)
+    control.send(pack_message("host_rates", rates=rates, path=path_between_hosts(config)))
+    return probe.leftovers
 
 
 def _warn_of_wait(environment: RankEnvironment, control: Control, waited_s: float) -> None:
@@ -223,11 +255,16 @@ class ProcessContext:
             from syncvar.core.output_files import check_folder
 
             check_folder(config.trace, "SYNCVAR_TRACE")
+        if config.ledger:
+            from syncvar.core.output_files import check_folder
+
+            check_folder(config.ledger, "SYNCVAR_LEDGER")
         self.recorder = Recorder(
-            RecordIdentity(me.rank, me.world_size, generation, me.job_id, me.host),
+            RecordIdentity(me.rank, me.world_size, generation, me.job_id, me.host, me.worker),
             folder=me.flight_dir,
             trace=config.trace,
             stats=me.stats_dir,
+            ledger=config.ledger,
         )
         self.shm: SharedSegment | None = None if isinstance(shm, str) else shm
         self.without_shm = shm if isinstance(shm, str) else ""
@@ -239,12 +276,20 @@ class ProcessContext:
                 self.shm, self.local_ranks, reaches=reaches, runner=runner
             )
         self.hosts = HostMap((self.world_size,))
+        self.network: HostNetwork | None = None  # between the hosts, the same on all ranks
         self._have_shm: frozenset[int] = frozenset()  # hosts on which all ranks have shared memory
         if transport is not None and control is not None:
             answer = join_handshake(me, config, transport, control, generation, self.without_shm)
             self._adopt(answer)
+            self.network = network_of(self.host_count, answer["rates"])
             self.engine = ProgressEngine(
-                self.recorder, transport, control, config, answer["hosts"], self.shm
+                self.recorder,
+                transport,
+                control,
+                config,
+                answer["hosts"],
+                self.shm,
+                answer.get("leftovers", ()),
             )
             if self._channels is not None:
                 self.post = EndpointTable(
@@ -280,6 +325,9 @@ class ProcessContext:
         between = ""
         if self.host_count > 1:
             between = f"; {self.config.between_hosts} between {self.host_count} hosts"
+            from syncvar.transports.lane_transport import LaneTransport
+
+            between += " on lanes" if isinstance(self._transport, LaneTransport) else ""
         if self.shm is not None:
             return (
                 f"shared memory: {self.local_world_size} ranks of this host share "
@@ -325,10 +373,22 @@ class ProcessContext:
             hosts=self._hosts_of(identity, members) if shares else None,
         )
         created.is_pair = not shares
+        self._use_network(created)
         # Persistent calls do not check values.
         created.keeps_persistent = self.config.check_finite == "off"
         self._communicators.add(created)
         return created
+
+    def _use_network(self, created: Communicator) -> None:
+        """Let a group of several hosts choose by what was measured between them."""
+        if self.network is None:
+            return
+        places = [self.hosts.host_of(rank) for rank in created.members]
+        hosts = tuple(dict.fromkeys(places))
+        if created.rank is not None and len(hosts) > 1:
+            keeps = self.config.algorithm_choice != "measured"
+            created.plan.between = BetweenHosts(self.network.among(hosts), keeps)
+            created.plan.has_one_rank_per_host = len(hosts) == len(places)
 
     def _hosts_of(self, identity: int, members: tuple[int, ...]) -> GroupHosts | None:
         """Return the hosts of a group that uses the segments of several hosts; None for others."""

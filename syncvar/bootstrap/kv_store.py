@@ -311,7 +311,7 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiStore | None:
             "SYNCVAR_ENCRYPTION=required contradicts SYNCVAR_TRANSPORT=mpi: what MPI carries it "
             "does not encrypt. Unset it, or set SYNCVAR_ENCRYPTION=control-only"
         )
-    from syncvar.runtime.recorder import boot_identity  # the launcher needs neither
+    from syncvar.core.host_clock import boot_identity  # the launcher needs neither
     from syncvar.transports.mpi_transport import Fabric
 
     mpi, is_ours = _library()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar._native import call_dispatch, message_dispatch, note_change
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.launch_env import LaunchInfo
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.stack_dump import StackFrame
+    from syncvar.runtime.call_ledger import Ledger
+
+
+_LOOK_S = 0.01
 
 
 class _ProcessState:
@@ -202,6 +207,41 @@ def restart_count() -> int:
     return current().restarts
 
 
+@contextlib.contextmanager
+def ledger() -> Iterator[Ledger]:
+    """Count this rank's calls in a `with` block, by variable and program line.
+
+    Each rank counts its own calls, and sends nothing. `Ledger.merge` combines the ledgers of
+    several ranks. Blocks may be nested. A started call belongs to the block in which it has ended.
+
+    Returns:
+        A context manager that gives the `Ledger`, which can be read inside the block and after it.
+
+    Cost:
+        About 1 us for each call in the block, and nothing outside.
+
+    Example:
+        >>> import numpy as np
+        >>> import syncvar as sv
+        >>> w = sv.Variable(np.zeros(1000), aggregation="SUM", name="counted")
+        >>> with sv.ledger() as ledger:
+        ...     for _ in range(3):
+        ...         written = w.assign_add(np.ones(1000))
+        >>> row = ledger.rows[0]
+        >>> row.variable, row.collective, row.calls, row.nbytes
+        ('counted', 'assign_add(sum)', 3, 24000)
+    """
+    from syncvar.runtime.call_ledger import Ledger
+
+    recorder = current().recorder
+    result = Ledger([recorder.identity.rank])
+    recorder.attach(result.counter)
+    try:
+        yield result
+    finally:
+        recorder.detach(result.counter)
+
+
 def joined() -> ProcessContext | None:
     """Return the context of this thread or process, or None; does not join."""
     context: ProcessContext | None = getattr(_state.thread, "context", None) or _state.default
@@ -239,6 +279,42 @@ def join_as(info: LaunchInfo, kv_store: KeyValueStore) -> None:
         from syncvar.bootstrap.connect import connect_as
 
         _adopt(connect_as(info, _state.environ, kv_store))
+
+
+def process_environ() -> MutableMapping[str, str]:
+    """Return the environment variables that identify this process."""
+    return _state.environ
+
+
+def leave_generation() -> None:
+    """Leave the present membership at once; the process may join another one with `replace`."""
+    with _state.lock:
+        context, _state.default = _state.default, None
+        if context is not None and not context.is_closed:
+            is_broken = context.engine is not None and context.engine.failure is not None
+            with contextlib.suppress(SyncvarError):
+                context.close(orderly=not is_broken, reason="the generation has ended")
+
+
+def is_broken(within_s: float) -> bool:
+    """Return whether the present membership is broken; wait for such news for a while."""
+    context = _state.default
+    engine = None if context is None else context.engine
+    until = time.monotonic() + within_s
+    while engine is not None and engine.failure is None and time.monotonic() < until:
+        engine.poll()
+        time.sleep(_LOOK_S)
+    return engine is not None and engine.failure is not None
+
+
+def replace(connects: Callable[[], ProcessContext]) -> ProcessContext:
+    """Join another membership of the same job, and return its context."""
+    with _state.lock:
+        if _state.forked is not None:
+            raise _state.forked
+        context = connects()
+        _adopt(context)
+        return context
 
 
 def dispatch_calls(function: Any, **arguments: Any) -> Any:

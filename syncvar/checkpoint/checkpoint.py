@@ -23,24 +23,32 @@ from syncvar.checkpoint.restore import (
     restore_leaves,
 )
 from syncvar.checkpoint.save import ChiefSave, PendingSave, SaveOperation, write_now
-from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sort_leaves
+from syncvar.checkpoint.server_leaves import (
+    ServerOptimizerLeaf,
+    ServerVariableLeaf,
+    sort_leaves,
+    sort_objects,
+)
 from syncvar.checkpoint.trackables import (
     SoloGroup,
     VariableLeaf,
     checked_object,
+    feedback_leaves,
     is_nested,
     leaf_of,
     outside_scopes,
 )
 from syncvar.core.errors import ConfigError
+from syncvar.core.html_table import html_table, preview
 from syncvar.optimizers import Optimizer
 from syncvar.parameter_server.server_variables import ServerVariable
 from syncvar.strategies.contexts import get_strategy
+from syncvar.strategies.distributed_dataset import DistributedIterator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.checkpoint.server_leaves import AnyLeaf, CheckpointContent
+    from syncvar.checkpoint.server_leaves import AnyLeaf, CheckpointContent, SortedObjects
     from syncvar.checkpoint.trackables import CheckpointGroup
     from syncvar.runtime.communicator import Communicator
 
@@ -238,7 +246,24 @@ class CheckpointCore:
                 self.follow(f"{key}/{inner}", item)
 
     def collect(self) -> CheckpointContent:
-        """Return all objects as leaves."""
+        """Return all objects as leaves, and the group that saves them."""
+        found, refused = self._found()
+        return sort_leaves(found, _default, refused)
+
+    def objects_here(self) -> SortedObjects:
+        """Return all objects as leaves; also of a job that this process has left."""
+        return sort_objects(*self._found())
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers among the objects."""
+        return [one.optimizer for one in self._found()[0] if isinstance(one, ServerOptimizerLeaf)]
+
+    def iterators(self) -> list[Any]:
+        """Return the iterators of distributed datasets among the objects."""
+        return list(_iterators(self.objects))
+
+    def _found(self) -> tuple[list[AnyLeaf], Exception | None]:
+        """Return the leaves of all objects, and the error of one that cannot be saved."""
         leaves: list[AnyLeaf] = []
         refused: Exception | None = None
         for name, value in self.objects.items():
@@ -246,7 +271,7 @@ class CheckpointCore:
                 leaves += list(self._walk(name, value))
             except Exception as error:
                 refused = refused or error
-        return sort_leaves(leaves, _default, refused)
+        return leaves, refused
 
     def _walk(
         self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None
@@ -272,7 +297,9 @@ class CheckpointCore:
             yield ServerVariableLeaf(key, value)
         else:
             put = replace or partial(self.objects.__setitem__, key)
-            yield leaf_of(key, value, None if put is _refuse else put)
+            leaf = leaf_of(key, value, None if put is _refuse else put)
+            yield leaf
+            yield from feedback_leaves(leaf)
 
 
 def core_of(value: Any) -> CheckpointCore | None:
@@ -284,6 +311,17 @@ def core_of(value: Any) -> CheckpointCore | None:
 def is_name(name: str) -> bool:
     """Return whether a text may be the name of an object."""
     return _NAME.fullmatch(name) is not None
+
+
+def _iterators(value: Any) -> Iterator[DistributedIterator]:
+    nested = core_of(value)
+    if isinstance(value, DistributedIterator):
+        yield value
+    elif nested is not None:
+        yield from _iterators(nested.objects)
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _iterators(item)
 
 
 def _refuse(_state: Any) -> None:
@@ -306,7 +344,62 @@ def _default() -> Communicator:
     return communicator
 
 
-class Checkpoint:
+class NamedObjects:
+    """Objects as attributes: the base class of `Checkpoint` and `sv.elastic.State`.
+
+    Args:
+        core: What keeps the objects.
+    """
+
+    _core: CheckpointCore
+
+    def __init__(self, core: CheckpointCore, objects: dict[str, Any]) -> None:
+        self.__dict__["_core"] = core
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"<{self._title()} of {', '.join(self._core.objects) or 'nothing'}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(
+            self._title(),
+            [(name, type(one).__name__, preview(one)) for name, one in self._core.objects.items()],
+            ("object", "type", "value here"),
+            code=(2,),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        core = self.__dict__.get("_core")
+        objects = {} if core is None else core.objects
+        if name not in objects:
+            raise AttributeError(
+                f"the {self._kind()} has no object {name!r}; it has {', '.join(objects) or 'none'}"
+            )
+        return objects[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not is_name(name) or hasattr(type(self), name):
+            reason = "is not a name (1 to 128 characters, no / and no leading _)"
+            if hasattr(type(self), name):
+                reason = f"is a method of {self._kind()}s"
+            raise ConfigError(f"{name!r} {reason}; give the object another name")
+        if not isinstance(value, NamedObjects) and not is_nested(value):
+            checked_object(name, value)
+        self._core.add(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        getattr(self, name)
+        del self._core.objects[name]
+
+    def _title(self) -> str:
+        return f"sv.{type(self).__name__}"
+
+    def _kind(self) -> str:
+        return type(self).__name__.lower()
+
+
+class Checkpoint(NamedObjects):
     """Named objects that ranks save and restore together.
 
     A checkpoint accepts variables, optimizers, iterators, `numpy.random.Generator`, nested
@@ -347,38 +440,8 @@ class Checkpoint:
         (array([1., 2.], dtype=float32), 3)
     """
 
-    _core: CheckpointCore
-
     def __init__(self, **objects: Any) -> None:
-        self.__dict__["_core"] = CheckpointCore()
-        for name, value in objects.items():
-            setattr(self, name, value)
-
-    def __repr__(self) -> str:
-        return f"<sv.Checkpoint of {', '.join(self._core.objects) or 'nothing'}>"
-
-    def __getattr__(self, name: str) -> Any:
-        core = self.__dict__.get("_core")
-        objects = {} if core is None else core.objects
-        if name not in objects:
-            raise AttributeError(
-                f"the checkpoint has no object {name!r}; it has {', '.join(objects) or 'none'}"
-            )
-        return objects[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not is_name(name) or hasattr(type(self), name):
-            reason = "is not a name (1 to 128 characters, no / and no leading _)"
-            if hasattr(type(self), name):
-                reason = "is a method of checkpoints"
-            raise ConfigError(f"{name!r} {reason}; give the object another name")
-        if not isinstance(value, Checkpoint) and not is_nested(value):
-            checked_object(name, value)
-        self._core.add(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        getattr(self, name)
-        del self._core.objects[name]
+        super().__init__(CheckpointCore(), objects)
 
     # -- saving ------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ would not do: clocks of hosts differ, and copies get new times.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -16,6 +17,7 @@ import numpy as np
 
 from syncvar.checkpoint.checkpoint_format import (
     CODES,
+    DIGEST_BYTES,
     MANIFEST,
     MANIFEST_BYTES_MAX,
     Manifest,
@@ -32,6 +34,7 @@ from syncvar.checkpoint.checkpoint_format import (
 from syncvar.checkpoint.folder import CheckpointFolder, read_into
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, Corrupt, NotFound
+from syncvar.core.progress_line import ProgressLine, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.checkpoint_format import Piece, Stored
 
 _TRIES = 3
+_CHUNK = 1 << 20  # bytes whose digest is computed while they are in the cache
 _Signature = tuple[int, int, int]  # inode, time and size of a manifest; every save changes it
 
 
@@ -90,7 +94,9 @@ def fault_of(path: str) -> str:
 class CheckpointReader:
     """An open checkpoint; a context manager."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, line: ProgressLine | None = None) -> None:
+        self._line = line or ProgressLine(None)  # shows how many bytes have been read
+        self._nbytes = 0  # read so far
         self._stack = contextlib.ExitStack()
         self._folder = self._stack.enter_context(CheckpointFolder(path))
         try:
@@ -137,16 +143,29 @@ class CheckpointReader:
             part = target[piece.start * size : piece.stop * size]
             file = self.manifest.shard_file(piece.shard)
             try:
-                read_into(descriptor, part, data_start + tensors[key].start, file)
+                actual = self._read(descriptor, part, data_start + tensors[key].start, file)
             except OSError as error:
                 raise CheckpointError(
                     f"{self._folder.path}/{file} cannot be read: {error.strerror}"
                 ) from error
-            actual = digest_of(part)
             if actual != piece.digest:
                 detail = f"elements {piece.start} to {piece.stop} in {file}"
                 raise Corrupt(key, piece.digest, actual, detail)
         return array
+
+    def _read(self, descriptor: int, part: memoryview, offset: int, file: str) -> str:
+        """Read bytes from a shard; return their digest."""
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for start in range(0, part.nbytes, _CHUNK):
+            if self._line.is_due():
+                total = sum(one.nbytes for one in self.manifest.shards.values())
+                size = size_text(self._nbytes + start, total)
+                self._line.show(f"restoring {self._folder.path}: {size}")
+            chunk = part[start : start + _CHUNK]
+            read_into(descriptor, chunk, offset + start, file)
+            digest.update(chunk)
+        self._nbytes += part.nbytes
+        return digest.hexdigest()
 
     def _tensor(self, key: str, stored: Stored, piece: Piece) -> None:
         """Check that a shard has a piece, of the right length."""

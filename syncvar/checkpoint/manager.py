@@ -35,7 +35,7 @@ from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.trackables import SoloGroup, gather, outside_scopes
 from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError, UsageError
-from syncvar.core.exit_status import send_status
+from syncvar.core.exit_status import NOTICE_ECHO_S, send_status
 from syncvar.core.fork_cleanup import handle_signal, release_signal
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.migration_hints import unexpected_keyword
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: "run me again"
-_ECHO_S = 1.0
 _log = logging.getLogger("syncvar")
 _BEST = ("min", "max")
 _DEFAULT_KEEP = 5
@@ -82,7 +81,7 @@ class StopNotice:
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         engine = current().engine if is_initialized() else None
         now = time.monotonic()
-        is_echo = self._signalled_at is not None and now - self._signalled_at < _ECHO_S
+        is_echo = self._signalled_at is not None and now - self._signalled_at < NOTICE_ECHO_S
         is_broken = engine is not None and engine.failure is not None
         if (self._signalled_at is not None and not is_echo) or is_broken:
             before = self._before

@@ -20,7 +20,7 @@ from syncvar.checkpoint.checkpoint_reader import CheckpointReader
 from syncvar.checkpoint.optimizer_state import RuleLeaf, SlotLeaf, ownerless_keys, refuse_ownerless
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.server_leaves import read_report, restore_record, write_servers
-from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gather
+from syncvar.checkpoint.trackables import KEEP, FeedbackLeaf, VariableLeaf, gather
 from syncvar.core.errors import (
     CheckpointError,
     ConfigError,
@@ -30,6 +30,7 @@ from syncvar.core.errors import (
     SyncvarError,
     TransportError,
 )
+from syncvar.core.progress_line import work_line
 from syncvar.variables.policy import VariableSynchronization
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def stage_leaves(
 ) -> tuple[list[tuple[Leaf, Any]], CheckpointInfo]:
     """Read the new value of every leaf; read again if the checkpoint is replaced meanwhile."""
     for left in reversed(range(_TRIES)):
-        with CheckpointReader(path) as source:
+        rank = 1 if communicator is None else communicator.member_rank
+        with work_line(rank) as line, CheckpointReader(path, line) as source:
             if options.identity not in (None, source.manifest.identity):
                 raise NotFound(
                     f"the restored checkpoint at {path} has been replaced, so objects that were "
@@ -176,7 +178,7 @@ def _stage(
         if entry is not None:
             read = functools.partial(source.array, prefix + leaf.key)
             value = leaf.stage(entry, read, options.policy, communicator or _group_of(leaf))
-        elif isinstance(leaf, SlotLeaf):
+        elif isinstance(leaf, SlotLeaf | FeedbackLeaf):
             value = leaf.stage_absent(entries, prefix)
         else:
             value = KEEP

@@ -59,6 +59,7 @@ from syncvar.core.errors import (
     TransportError,
     UsageError,
 )
+from syncvar.core.progress_line import size_text, work_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,16 +215,22 @@ class SaveOperation:
         about = {"format": FORMAT, "identity": self._identity, "rank": str(self._rank)}
         header = header_bytes(described, about)[0]
         digests: dict[str, str] = {}
+        line = work_line(self._rank)
+        title, total = f"saving {self.path}:", sum(flat.nbytes for flat in arrays)
 
         def stream() -> Iterator[memoryview]:
             yield memoryview(header)
+            done = 0
             for (key, _, _), flat in zip(parts, arrays, strict=True):
                 digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
                 data = bytes_of(flat)
                 for start in range(0, data.nbytes, _CHUNK):
+                    if line.is_due():
+                        line.show(f"{title} {size_text(done + start, total)}")
                     chunk = data[start : start + _CHUNK]
                     digest.update(chunk)
                     yield chunk
+                done += data.nbytes
                 digests[key] = digest.hexdigest()
 
         name = shard_name(self._identity, self._rank, self._communicator.size)
@@ -232,6 +239,8 @@ class SaveOperation:
         except BaseException:
             folder.remove(name)  # it exists if only the sync of the folder failed
             raise
+        finally:
+            line.close()
         self._is_written = True
         return [[nbytes, digest_of(header)], digests]
 

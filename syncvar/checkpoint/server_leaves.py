@@ -19,6 +19,7 @@ from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_s
 from syncvar.checkpoint.save_plan import LeafHeader
 from syncvar.checkpoint.trackables import (
     KEEP,
+    FeedbackLeaf,
     Leaf,
     SoloGroup,
     VariableLeaf,
@@ -485,6 +486,32 @@ def sort_leaves(
     prefix: str = "",
     only: Collection[str] | None = None,
 ) -> CheckpointContent:
+    """Sort the objects of a checkpoint, and find the group that saves them."""
+    leaves, refused, on_servers, unsaved = sort_objects(found, refused, prefix=prefix, only=only)
+    group: CheckpointGroup
+    if on_servers is not None and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
+        group = on_servers.group
+    else:
+        group = communicator_of_leaves(leaves, default)
+    return CheckpointContent(leaves, group, refused, on_servers, unsaved)
+
+
+class SortedObjects(NamedTuple):
+    """All objects of a checkpoint, without the group that saves them."""
+
+    leaves: list[Leaf]  # sorted by key, without server-side ones
+    refused: Exception | None  # error of an object that cannot be saved
+    on_servers: ServerLeaves | None  # server-side objects
+    unsaved: ConfigError | None  # error about optimizer state that a save would leave out
+
+
+def sort_objects(
+    found: Sequence[AnyLeaf],
+    refused: Exception | None = None,
+    *,
+    prefix: str = "",
+    only: Collection[str] | None = None,
+) -> SortedObjects:
     """Sort the objects of a checkpoint into leaves of ranks and server-side objects."""
     variables = [one for one in found if isinstance(one, ServerVariableLeaf)]
     steppers = [one for one in found if isinstance(one, ServerOptimizerLeaf)]
@@ -494,7 +521,7 @@ def sort_leaves(
     keys: dict[int, str] = {}
     local: dict[str, Variable] = {}
     for one in found:
-        if not isinstance(one, ServerVariableLeaf | VariableLeaf):
+        if not isinstance(one, ServerVariableLeaf | VariableLeaf) or isinstance(one, FeedbackLeaf):
             continue
         key = prefix + one.key
         if keys.setdefault(id(one.variable), key) == key and isinstance(one, VariableLeaf):
@@ -519,14 +546,9 @@ def sort_leaves(
             _require_variables(steppers, ())
         except ConfigError as error:
             refused = refused or error
-    group: CheckpointGroup
-    if on_servers is not None and not any(isinstance(leaf, VariableLeaf) for leaf in leaves):
-        group = on_servers.group
-    else:
-        group = communicator_of_leaves(leaves, default)
     unsaved = None
     try:
         require_saved_variables([(one.key, one.optimizer) for one in steppers], keys)
     except ConfigError as error:
         unsaved = error
-    return CheckpointContent(leaves, group, refused, on_servers, unsaved)
+    return SortedObjects(leaves, refused, on_servers, unsaved)

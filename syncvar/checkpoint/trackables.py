@@ -38,9 +38,11 @@ from syncvar.variables.policy import (
 )
 from syncvar.variables.variable import Variable
 from syncvar.variables.variable_owner import scope_stack
+from syncvar.variables.variable_reads import exact_value
+from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from numpy.typing import NDArray
 
@@ -130,7 +132,7 @@ class VariableLeaf:
         if self.is_own:
             return self.variable.local_value()
         if self.variable.synchronization is VariableSynchronization.ON_READ:
-            return self.variable.sync()
+            return exact_value(state_of(self.variable))
         return self.variable.read_value()
 
     def stage(
@@ -163,6 +165,35 @@ class VariableLeaf:
     def put(self, staged: Any) -> None:
         """Set this replica's copy; sends nothing."""
         replace_copy(self.variable, staged)
+
+
+class FeedbackLeaf(VariableLeaf):
+    """What a variable with `compress=` keeps for its next sums; `of` is the variable's leaf."""
+
+    is_optional = True
+
+    def __init__(self, of: VariableLeaf, slot: str, variable: Variable) -> None:
+        super().__init__(f"{of.key}/{slot}", variable)
+        self._of = of
+
+    def snapshot(self) -> NDArray[Any]:
+        """Return this replica's copy, after the deferred writes of the variable."""
+        self._of.variable.local_value()
+        return super().snapshot()
+
+    def stage_absent(self, saved: Collection[str], prefix: str) -> Any:
+        """Return what `put` takes if the checkpoint has the variable only, else KEEP."""
+        variable = self.variable
+        return np.zeros(variable.shape, variable.dtype) if prefix + self._of.key in saved else KEEP
+
+
+def feedback_leaves(leaf: Leaf) -> list[FeedbackLeaf]:
+    """Return the leaves of what a variable keeps besides its value."""
+    if not isinstance(leaf, VariableLeaf) or not isinstance(leaf.variable, Variable):
+        return []
+    compression = state_of(leaf.variable).compression
+    slots = {} if compression is None else compression.variables
+    return [FeedbackLeaf(leaf, slot, variable) for slot, variable in slots.items()]
 
 
 class PlainLeaf:

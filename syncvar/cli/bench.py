@@ -21,11 +21,11 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build_all
+from syncvar.algorithms.cost_model import LINKS, SHM, predicted_seconds
 from syncvar.algorithms.selection import choose
 from syncvar.bootstrap.process import current
 from syncvar.cli.bench_options import make_plan, parse_arguments
 from syncvar.cli.bench_table import SHOWN, Row, draw, header, line, rate, summary
-from syncvar.cli.plan import LINKS, SHM, predicted_seconds
 from syncvar.cli.selftest import compare_results, different_array
 from syncvar.cli.start_workers import is_launched, start_workers
 from syncvar.collectives.collective_registry import Case
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.algorithms.cost_model import CostModel
     from syncvar.algorithms.schedule import Schedule
     from syncvar.cli.bench_options import BenchPlan
     from syncvar.cli.bench_table import Half
-    from syncvar.cli.plan import CostModel
     from syncvar.collectives.collective_registry import Collective
 
 _STEPS = 8

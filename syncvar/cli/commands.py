@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,11 +16,16 @@ from syncvar import _native
 from syncvar.cli import (
     bench,
     bench_options,
+    dashboard,
     flight_commands,
+    ledger_command,
     plan,
+    report,
     selftest,
     stacks,
+    status,
 )
+from syncvar.cli.doctor import doctor_command
 from syncvar.cli.printed_tables import (
     WORDS,
     add_migration_options,
@@ -35,6 +40,61 @@ from syncvar.protocol.auth_keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+class _Command(NamedTuple):
+    """A command whose module adds its options and runs it."""
+
+    name: str
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+_COMMANDS = (
+    _Command(
+        "stacks",
+        "show where the ranks of a running job stand, equal stacks once",
+        stacks.add_options,
+        stacks.run,
+    ),
+    _Command(
+        "status",
+        "show what the ranks of a running job do, and for whom they wait",
+        status.add_options,
+        status.run,
+    ),
+    _Command(
+        "top",
+        "the same as status, renewed until the job ends",
+        status.add_top_options,
+        status.run_top,
+    ),
+    _Command(
+        "dashboard",
+        "serve a page about a running job, and metrics",
+        dashboard.add_options,
+        dashboard.run,
+    ),
+    _Command(
+        "ledger",
+        "show the calls, bytes and time of a job by variable and program line",
+        ledger_command.add_options,
+        ledger_command.run,
+    ),
+    _Command(
+        "doctor",
+        "check this machine, or the hosts of a job, before a job starts",
+        doctor_command.add_options,
+        doctor_command.run,
+    ),
+    _Command(
+        "report",
+        "write one file about a job, without secrets, to attach to an issue",
+        report.add_options,
+        report.run,
+    ),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,11 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
     flight_commands.add_options(commands)
-    stacks.add_options(
-        commands.add_parser(
-            "stacks", help="show where the ranks of a running job stand, equal stacks once"
-        )
-    )
+    for one in _COMMANDS:
+        one.add_options(commands.add_parser(one.name, help=one.help))
     arguments = sys.argv[1:] if argv is None else list(argv)
     chosen = parser.parse_args(arguments)
     try:
@@ -113,9 +170,8 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
             return bench.run(chosen, arguments[1:])
         if chosen.command == "test":
             return selftest.run(chosen, arguments[1:])
-        if chosen.command == "stacks":
-            return stacks.run(chosen)
-        return flight_commands.run(chosen)
+        run = next((one.run for one in _COMMANDS if one.name == chosen.command), None)
+        return flight_commands.run(chosen) if run is None else run(chosen)
     except ConfigError as error:
         sys.stderr.write(f"syncvar: {error}\n")
         return 2

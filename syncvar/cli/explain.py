@@ -9,6 +9,7 @@ from syncvar.cli.record_files import (
     FlightRecord,
     LostRank,
     calls_of,
+    clock_lines,
     duration,
     lost_ranks,
     members_of,
@@ -16,6 +17,7 @@ from syncvar.cli.record_files import (
     newest,
     number_of,
 )
+from syncvar.cli.wait_analysis import describe_waits
 from syncvar.core.process_ids import is_server, process_list, process_name, rank_list
 from syncvar.core.stack_dump import stack_text
 
@@ -30,6 +32,7 @@ _OTHERS = 4
 _LINES = 16
 _REASON = 160
 _SIGTERM = "SystemExit: 143"  # reason of a worker's record after SIGTERM
+_AT_EXIT = ("_wait_for_tstate_lock", "_shutdown")  # of a main thread when the interpreter ends
 
 
 class Divergence(NamedTuple):
@@ -182,7 +185,7 @@ def explain_records(records: Sequence[FlightRecord]) -> tuple[str, bool]:
         lines += _agreed(records, zero)
     lines += ["", "at the end"]
     lines += [f"  {line}" for record in everybody for line in _last(record, zero, names)]
-    lines += _waiting(records)
+    lines += describe_waits(records)
     return "".join(f"{line}\n" for line in lines), bool(found)
 
 
@@ -197,16 +200,16 @@ def _head(records: Sequence[FlightRecord]) -> list[str]:
     generation = f", generation {first.generation}" if first.generation else ""
     title = f"flight records of {process_list(ranks)}{job}{generation}"
     lines = [f"{title}, {first.world_size} ranks in the world"]
+    workers = [f"rank {one.rank} is worker {one.worker}" for one in records if one.worker >= 0]
+    if workers:
+        lines.append(f"of this elastic job: {', '.join(workers)}")
     lost = _lost(records)
     unknown = "killed before it could write one, never joined, or ended before anything failed"
     ends: dict[str, list[int]] = {}
     for rank in missing:
         ends.setdefault(lost[rank].words if rank in lost else unknown, []).append(rank)
     lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in ends.items()]
-    boots = {record.boot: record.host for record in records}
-    if len(boots) > 1:
-        lines.append(f"the clocks of hosts {', '.join(sorted(boots.values()))} may differ")
-    return [*lines, ""]
+    return [*lines, *clock_lines(records), ""]
 
 
 def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
@@ -438,39 +441,8 @@ def _position(record: FlightRecord, last: Event | None) -> str:
         position = stack_text(record.stack, os.getcwd())
         return f"; it stood {position}" if position.startswith("at ") else ""
     site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
-    if site and site != "a place unknown":
+    if site and site != "a place unknown" and not site.endswith(_AT_EXIT):
         return f"; it stood at {site}"
-    position = stack_text(record.stack, os.getcwd()) if record.stack else ""
+    is_over = not record.stack or record.stack[0].name in _AT_EXIT
+    position = "" if is_over else stack_text(record.stack, os.getcwd())
     return f"; it stood {position}" if position.startswith("in ") else ""
-
-
-def _waiting(records: Sequence[FlightRecord]) -> list[str]:
-    """Describe who waited for whom: for each call the rank that entered last."""
-    waited = {record.rank: 0 for record in records}
-    caused = {record.rank: 0 for record in records}
-    last_in = {record.rank: 0 for record in records}
-    count = 0
-    groups = members_of(records)
-    for group, calls in calls_of(records).items():
-        for events in calls.values():
-            if set(events) != set(groups.get(group, ())) or len(events) < 2:
-                continue
-            if any(event.state != "done" for event in events.values()):
-                continue
-            count += 1
-            last = max(events, key=lambda rank: (events[rank].began_ns, rank))
-            for rank, event in events.items():
-                wait = max(0, min(events[last].began_ns, event.ended_ns) - event.began_ns)
-                waited[rank] += wait
-                caused[last] += wait
-            entered = events[last].began_ns
-            last_in[last] += any(event.began_ns < entered for event in events.values())
-    if not count:
-        return []
-    lines = ["", f"waiting in calls that all ranks made ({count} calls)"]
-    lines += [
-        f"  rank {rank}: waited {duration(waited[rank])}; came last in {last_in[rank]}, where the "
-        f"others waited {duration(caused[rank])} for it"
-        for rank in sorted(waited, key=lambda rank: -caused[rank])[:_LINES]
-    ]
-    return lines

@@ -17,21 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.cli.explain import explain_records
 from syncvar.cli.printed_tables import explain_code, is_error_code
-from syncvar.cli.record_files import FlightRecord, calls_of, load, names_of, number_of
+from syncvar.cli.record_files import (
+    FlightRecord,
+    calls_of,
+    clock_lines,
+    load,
+    names_of,
+    newest,
+    number_of,
+)
+from syncvar.cli.wait_analysis import describe_waits
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import JOBS_MAX, find_job, state_folder
 from syncvar.core.process_ids import is_server, process_name
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncvar.runtime.call_record import Event
 
 _EVENTS_ROW = 0
 COMMANDS = ("trace", "explain")
 _JOB_ID = re.compile("[0-9a-f]{8}")
-_STRAGGLERS = 4  # lines; the first is the rank to look at
 
 
 def merge_records(records: Sequence[FlightRecord]) -> dict[str, Any]:
@@ -57,31 +65,12 @@ def merge_records(records: Sequence[FlightRecord]) -> dict[str, Any]:
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"job": records[0].job if records else "", "begins_at_ns": zero},
+        "otherData": {
+            "job": records[0].job if records else "",
+            "begins_at_ns": zero,
+            "clocks": clock_lines(records),
+        },
     }
-
-
-def stragglers(records: Sequence[FlightRecord]) -> list[tuple[int, int, float]]:
-    """Return (rank, calls that it entered last, seconds that others waited), longest wait first."""
-    last_in: dict[int, int] = {}
-    waited_ns: dict[int, int] = {}
-    for generation in {record.generation for record in records}:
-        some = [record for record in records if record.generation == generation]
-        for calls in calls_of(some).values():
-            for events in calls.values():
-                if len(events) > 1:
-                    last = max(events, key=lambda rank: (events[rank].began_ns, rank))
-                    last_in[last] = last_in.get(last, 0) + 1
-                    first = min(event.began_ns for event in events.values())
-                    waited_ns[last] = waited_ns.get(last, 0) + events[last].began_ns - first
-    found = [(rank, last_in[rank], waited_ns[rank] / 1e9) for rank in last_in]
-    return sorted(found, key=lambda one: -one[2])
-
-
-def unaligned_hosts(records: Iterable[FlightRecord]) -> list[str]:
-    """Return the hosts if their clocks may differ, else an empty list."""
-    hosts = {record.boot: record.host for record in records}
-    return sorted(hosts.values()) if len(hosts) > 1 else []
 
 
 def _pid_of(record: FlightRecord) -> int:
@@ -262,11 +251,8 @@ def run(chosen: argparse.Namespace) -> int:
         _write_trace(chosen.output, merge_records(records))
     except OSError as error:
         raise ConfigError(f"{chosen.output}: {error.strerror}") from error
-    hosts = unaligned_hosts(records)
-    if hosts:
-        sys.stderr.write(
-            f"syncvar: the clocks of hosts {', '.join(hosts)} are not known to be the same\n"
-        )
+    for line in clock_lines(records):
+        sys.stderr.write(f"syncvar: {line}\n")
     count = sum(len(record.events) for record in records)
     servers = sum(is_server(record.rank) for record in records)
     more = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
@@ -274,9 +260,5 @@ def run(chosen: argparse.Namespace) -> int:
         f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in "
         "ui.perfetto.dev or chrome://tracing"
     )
-    for rank, calls, seconds in stragglers(records)[:_STRAGGLERS]:
-        print(
-            f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to "
-            f"{seconds:.3g} s for it in all"
-        )
+    print("\n".join(describe_waits(newest(records))).lstrip("\n"))
     return 0

@@ -1,19 +1,10 @@
-"""`syncvar plan`: a schedule as a figure, its messages and predicted time, and why it is chosen.
-
-An interpreter of schedules moves a clock instead of data. Over links a rank has one port to send
-and one to receive, used at the same time. A message of b bytes occupies both ports for
-latency + b * per_byte; a rank sends in the order of its schedule. Reductions and copies follow
-after the transfers of the round. This is the single-port, full-duplex alpha-beta-gamma model
-(Hockney 1994; Chan et al. 2007, section 2); formulas of papers test it.
-
-In shared memory a round is a phase: all ranks publish, wait for each other, and read. It costs the
-latency, the copies of the slowest rank, and its reductions. The constants are rough measurements.
-"""
+"""`syncvar plan`: a schedule as a figure, its messages and predicted time, and why it is chosen."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from heapq import heapify, heappop, heapreplace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.builders import (
@@ -26,11 +17,19 @@ from syncvar.algorithms.builders import (
     unsuited,
 )
 from syncvar.algorithms.compile_schedule import publications
-from syncvar.algorithms.schedule import Copy, Recv, RecvReduce, Reduce, Send, schedule_text
-from syncvar.algorithms.selection import choose, parse_forced, suited
+from syncvar.algorithms.cost_model import (
+    LINKS,
+    SHM,
+    BetweenHosts,
+    HostNetwork,
+    PairRate,
+    predicted_seconds,
+)
+from syncvar.algorithms.schedule import Send, schedule_text
+from syncvar.algorithms.selection import AlgorithmChoice, choose, parse_forced, suited
 from syncvar.cli.bench_table import parse_size
 from syncvar.core.array_types import DTYPE_NAMES
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, error_line
 from syncvar.runtime.block_transfer import (
     Move,
     TransferPath,
@@ -49,12 +48,13 @@ from syncvar.runtime.instructions import program_text
 from syncvar.runtime.planner import lower_rounds
 from syncvar.runtime.shm_reduce import cells_of, is_direct
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
+from syncvar.transports.lane_transport import path_between_hosts
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from syncvar.algorithms.schedule import Schedule, Step
+    from syncvar.algorithms.schedule import Schedule
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.instructions import Program
 
@@ -62,101 +62,6 @@ _INSTRUCTIONS = 24  # of a program
 _SHORT = 8  # ranks, rounds and steps of a figure
 _RANKS_MAX = 1024  # plans are built for all ranks and all algorithms
 _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Constants of a path."""
-
-    latency: float  # seconds of a message, or of a phase in shared memory, whatever its size
-    per_byte: float  # seconds per byte of a message; in shared memory per byte copied out or in
-    per_reduced_byte: float  # seconds per byte of a reduction's result
-    per_copied_byte: float  # seconds per byte of a local copy
-    shared: bool = False  # whether rounds are phases in shared memory
-
-    def text(self) -> str:
-        """Return the constants in words."""
-        unit = "phase" if self.shared else "message"
-        return (
-            f"{self.latency * 1e6:.0f} us per {unit}, {self.per_byte * 1e9:.2f} ns per byte, "
-            f"{self.per_reduced_byte * 1e9:.2f} ns per byte reduced"
-        )
-
-
-LINKS = CostModel(latency=45e-6, per_byte=0.4e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9)
-"""Unix sockets between processes of one host: a message of Python and libzmq, 2.5 GB/s."""
-
-SHM = CostModel(
-    latency=10e-6, per_byte=0.1e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9, shared=True
-)
-"""Memory that the ranks of one host share: a wait for all, and copies at 10 GB/s."""
-
-
-def predicted_seconds(plans: Sequence[Schedule], itemsize: int, model: CostModel = LINKS) -> float:
-    """Return the seconds from a common start to the end of the last rank."""
-    one_round = _phase if model.shared else _round
-    now = [0.0] * len(plans)
-    for number in range(max(len(plan.rounds) for plan in plans)):
-        steps = [plan.rounds[number] if number < len(plan.rounds) else () for plan in plans]
-        now = one_round(steps, now, itemsize, model)
-    return max(now)
-
-
-def _round(
-    steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel
-) -> list[float]:
-    """Return when each rank ends a round over links that it begins at `now`."""
-    queues = [[step for step in reversed(mine) if isinstance(step, Send)] for mine in steps]
-    out_free, in_free, ends = list(now), list(now), list(now)
-    heap = [(now[rank], rank) for rank, queue in enumerate(queues) if queue]
-    heapify(heap)
-    while heap:
-        start, rank = heap[0]
-        send = queues[rank][-1]
-        possible = max(out_free[rank], in_free[send.peer])
-        if possible > start:
-            heapreplace(heap, (possible, rank))
-            continue
-        queues[rank].pop()
-        end = start + model.latency + send.chunk.count * itemsize * model.per_byte
-        out_free[rank] = in_free[send.peer] = end
-        ends[rank], ends[send.peer] = max(ends[rank], end), max(ends[send.peer], end)
-        if queues[rank]:
-            heapreplace(heap, (end, rank))
-        else:
-            heappop(heap)
-    return [end + _local(mine, itemsize, model) for end, mine in zip(ends, steps, strict=True)]
-
-
-def _phase(
-    steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel
-) -> list[float]:
-    """Return when each rank ends a phase; no rank reads before all have published."""
-    published = [
-        sum(chunk.count for chunk in {step.chunk for step in mine if isinstance(step, Send)})
-        for mine in steps
-    ]
-    received = [sum(step.chunk.count for step in mine if isinstance(step, Recv)) for mine in steps]
-    per_element = itemsize * model.per_byte
-    ready = model.latency + max(
-        begin + count * per_element for begin, count in zip(now, published, strict=True)
-    )
-    return [
-        ready + count * per_element + _local(mine, itemsize, model)
-        for count, mine in zip(received, steps, strict=True)
-    ]
-
-
-def _local(steps: tuple[Step, ...], itemsize: int, model: CostModel) -> float:
-    seconds = 0.0
-    for step in steps:
-        if isinstance(step, RecvReduce):
-            seconds += step.chunk.count * itemsize * model.per_reduced_byte
-        elif isinstance(step, Reduce):
-            seconds += step.target.count * itemsize * model.per_reduced_byte
-        elif isinstance(step, Copy):
-            seconds += step.target.count * itemsize * model.per_copied_byte
-    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +110,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     other = "show this one instead of SYNCVAR_ALGORITHM's, or the one that would be chosen"
     add("--algorithm", help=other)
     add("--reproducible", action="store_true", help="reduce by the fixed tree")
+    links = "choose between hosts, one for each rank, by the links that syncvar doctor --json found"
+    add("--measured", metavar="FILE", help=links)
     program = "also show what this rank does in shared memory, instruction by instruction"
     add("--program", type=int, metavar="RANK", help=program)
     add("--full", action="store_true", help="show all ranks and rounds of a long plan")
@@ -233,7 +140,8 @@ def _plan_query(chosen: argparse.Namespace, config: RuntimeConfig) -> _PlanQuery
         count = -(-parse_size(chosen.bytes) // (itemsize * blocks))
     if count < 0:
         raise ConfigError(f"--count must not be negative, not {count}")
-    is_shared = (chosen.path or ("links" if config.transport == "zmq" else "shm")) == "shm"
+    has_links = config.transport == "zmq" or chosen.measured is not None
+    is_shared = (chosen.path or ("links" if has_links else "shm")) == "shm"
     nbytes = 0 if work is WorkLayout.NOTHING else count * blocks * itemsize
     return _PlanQuery(collective, n, count, itemsize, nbytes, is_shared)
 
@@ -242,7 +150,8 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     """Return the output of the command."""
     query = _plan_query(chosen, config)
     n, collective, is_shared = query.ranks, query.collective, query.is_shared
-    algorithm, lines, is_demanded = _choice(chosen, config, query)
+    network = None if chosen.measured is None else _network(chosen.measured, n)
+    algorithm, lines, is_demanded = _choice(chosen, config, query, network)
     plans = {
         name: build_all(collective, name, n, count=query.elements, root=chosen.root)
         for name in ALGORITHMS[collective]
@@ -252,21 +161,39 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     figure = schedule_text(plans[algorithm], most=None if chosen.full else _SHORT)
     lines += ["", figure.rstrip("\n"), ""]
     model = SHM if is_shared else LINKS
-    lines += _table(collective, plans, query.itemsize, model, algorithm)
-    place = "in shared memory" if is_shared else "over links"
+    seconds = {
+        name: predicted_seconds(some, query.itemsize, model, network)
+        for name, some in plans.items()
+    }
+    lines += _table(query, plans, seconds, algorithm)
     lines += [*program, ""]
-    lines.append(f"Predicted {place} with {model.text()}: for comparison, no promise.")
-    if chosen.path is None:
-        other = "SYNCVAR_TRANSPORT=zmq: over sockets; --path shm shows jobs that share memory."
-        same = "Jobs on one host share memory; --path links shows those over sockets."
-        lines.append(same if is_shared else other)
+    lines += _notes(chosen, config, is_shared=is_shared)
     if any(sums_by_the_tree(collective, name, n) for name in plans):
         lines.append("tree: sums by the fixed tree over the ranks, as reproducible=True demands.")
     return "".join(f"{line}\n" for line in lines)
 
 
+def _notes(chosen: argparse.Namespace, config: RuntimeConfig, *, is_shared: bool) -> list[str]:
+    """Return what the prediction assumes, and which path data take between hosts."""
+    place = "in shared memory" if is_shared else "over links"
+    known = (SHM if is_shared else LINKS).text()
+    if chosen.measured is not None:
+        known = f"what {chosen.measured} says"
+    lines = [f"Predicted {place} with {known}: for comparison, no promise."]
+    if not is_shared:
+        lines.append(f"Between hosts data take {path_between_hosts(config)}.")
+    if chosen.path is None and chosen.measured is None:
+        other = "SYNCVAR_TRANSPORT=zmq: over sockets; --path shm shows jobs that share memory."
+        same = "Jobs on one host share memory; --path links shows those over sockets."
+        lines.append(same if is_shared else other)
+    return lines
+
+
 def _choice(
-    chosen: argparse.Namespace, config: RuntimeConfig, query: _PlanQuery
+    chosen: argparse.Namespace,
+    config: RuntimeConfig,
+    query: _PlanQuery,
+    network: HostNetwork | None,
 ) -> tuple[str, list[str], bool]:
     """Return the algorithm, the reasons for it, and whether a setting or an option names it."""
     n, collective = query.ranks, query.collective
@@ -277,11 +204,37 @@ def _choice(
     options: dict[str, Any] = {"reproducible": fixed, "shared": query.is_shared, "even": True}
     choice = choose(collective, query.nbytes, n, forced=named, **options)
     usual = choose(collective, query.nbytes, n, **options)
+    if network is not None and not named and config.algorithm_choice != "rules":
+        between = BetweenHosts(network, config.algorithm_choice != "measured")
+        found = between.choose(collective, query.nbytes, n, reproducible=fixed, even=True)
+        choice = AlgorithmChoice(found.algorithm, found.reason)
     by_setting = f"{demanded}: SYNCVAR_ALGORITHM names it"
     reasons = [by_setting if demanded and not chosen.algorithm else choice.reason]
     if usual.algorithm != choice.algorithm:
         reasons.append(f"else {usual.reason}")
     return choice.algorithm, reasons, bool(named)
+
+
+def _network(path: str, ranks: int) -> HostNetwork:
+    """Return the network between hosts that a file of `syncvar doctor --json` has."""
+    try:
+        checks = json.loads(Path(path).read_text("utf-8"))["checks"]
+        links = [one for one in checks if one["name"] == "link"]
+        rates = {tuple(one["host"].split(" to ")): PairRate(*one["numbers"]) for one in links}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--measured {path} cannot be read ({error_line(error)}): it must be the output of "
+            "syncvar doctor --json with --hostfile or -H"
+        ) from error
+    hosts = list(dict.fromkeys(name for pair in rates for name in pair))
+    pairs = {(hosts.index(a), hosts.index(b)): rate for (a, b), rate in rates.items()}
+    found = HostNetwork.of_pairs(len(hosts), pairs)
+    if found is None or len(hosts) != ranks:
+        raise ConfigError(
+            f"--measured {path} has the links of {len(hosts)} hosts: --ranks must be as many, one "
+            "for each host"
+        )
+    return found
 
 
 def _program_lines(
@@ -306,12 +259,13 @@ def _program_lines(
 
 
 def _table(
-    collective: str, plans: dict[str, list[Schedule]], itemsize: int, model: CostModel, chosen: str
+    query: _PlanQuery,
+    plans: Mapping[str, list[Schedule]],
+    seconds: Mapping[str, float],
+    chosen: str,
 ) -> list[str]:
     """Return the algorithms by predicted time, with their messages."""
-    seconds = {
-        algorithm: predicted_seconds(some, itemsize, model) for algorithm, some in plans.items()
-    }
+    collective, itemsize = query.collective, query.itemsize
     rows: list[tuple[str, ...]] = [
         ("", "algorithm", "predicted", "rounds", "messages", "sent by a rank", "scratch", "tree")
     ]

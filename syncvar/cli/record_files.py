@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,12 +36,15 @@ class FlightRecord(NamedTuple):
     is_final: bool  # whether the rank made no later calls
     is_whole: bool  # whether the record begins with the rank's first event
     written: int  # time of writing
+    clock_error: int  # by how much its times may be wrong beside the launcher's clock; -1: unknown
     groups: Mapping[int, tuple[int, ...]]  # members of its groups
     gaps: Mapping[int, Sequence[Gap]]  # for each group, ranges of numbers that belong to no call
+    runs: Mapping[int, frozenset[int]]  # for each group, the first numbers of runs with calls
     # For each live thread its name and place in the program
     threads: Mapping[int, Mapping[str, str]]
     stack: tuple[StackFrame, ...]  # stack of the main thread, innermost first; empty if unknown
     events: tuple[Event, ...]  # events, oldest first
+    worker: int = -1  # number of the worker in an elastic job, where ranks change
 
 
 def as_record(data: Mapping[str, Any]) -> FlightRecord:
@@ -70,10 +74,15 @@ def as_record(data: Mapping[str, Any]) -> FlightRecord:
         is_final=bool(data["is_final"]),
         is_whole=bool(data["is_whole"]),
         written=int(data["written_ns"]) + offset,
+        clock_error=int(data.get("clock_error_ns", -1)),
         groups={int(group): tuple(members) for group, members in data["groups"].items()},
         gaps={
             int(group): [(int(first), int(count)) for first, count in gaps]
             for group, gaps in data.get("gaps", {}).items()
+        },
+        runs={
+            int(group): frozenset(int(first) for first in runs)
+            for group, runs in data.get("runs", {}).items()
         },
         threads={int(ident): dict(about) for ident, about in data["threads"].items()},
         stack=tuple(
@@ -81,7 +90,27 @@ def as_record(data: Mapping[str, Any]) -> FlightRecord:
             for file, line, name in data.get("stack", ())
         ),
         events=tuple(sorted(events, key=lambda event: event.began_ns)),
+        worker=int(data.get("worker", -1)),
     )
+
+
+def clock_lines(records: Iterable[FlightRecord]) -> list[str]:
+    """Return a line about the clocks of several hosts; none if the ranks have one clock."""
+    clocks: dict[str, list[FlightRecord]] = {}
+    for record in records:
+        clocks.setdefault(record.boot, []).append(record)
+    if len(clocks) < 2:
+        return []
+    hosts = ", ".join(sorted(some[0].host for some in clocks.values()))
+    errors = [
+        min((one.clock_error for one in some if one.clock_error >= 0), default=None)
+        for some in clocks.values()
+    ]
+    measured = sorted(error for error in errors if error is not None)
+    if len(measured) < len(errors):
+        return [f"the clocks of hosts {hosts} may differ: nobody has compared them"]
+    within = duration(sum(measured[-2:]))
+    return [f"times of hosts {hosts} are those of one clock, within {within}"]
 
 
 def load(names: Sequence[str]) -> list[FlightRecord]:
@@ -153,6 +182,14 @@ def number_of(records: Iterable[FlightRecord], group: int, call: int) -> int:
     """Return the number of a call in its group, from 1, by the first record with the group."""
     gaps = next((record.gaps[group] for record in records if group in record.gaps), ())
     return ordinal(gaps, call)
+
+
+def run_of(record: FlightRecord, group: int, call: int) -> int | None:
+    """Return the first number of the run of `strategy.run` that a call is in; None for no run."""
+    gaps = record.gaps.get(group, ())
+    index = bisect.bisect_right(gaps, call, key=lambda gap: gap[0])
+    first = gaps[index - 1][0] if index else 0
+    return first if first in record.runs.get(group, ()) else None
 
 
 def names_of(records: Iterable[FlightRecord]) -> dict[int, str]:

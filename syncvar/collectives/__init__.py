@@ -15,10 +15,13 @@ All collectives raise these errors:
 * PeerLost: A rank has failed.
 * DeadlineExceeded: The call did not finish within `timeout`.
 
-Two phrases in the costs mean the same everywhere. "Links" are connections between hosts. "One
-direct copy" means that a rank copies a block straight from the memory of another one. Small blocks,
-with the C extension all blocks below 4 MiB, take two copies instead: one into shared memory and one
-out of it. So do all blocks where a rank may not read the memory of the others.
+Two phrases in the costs mean the same everywhere. "Links" are connections between hosts; rounds
+over links are those of n ranks that are alone on their hosts. Where ranks share a host, n is the
+number of hosts, and each byte of a long array crosses once for a host; not so in `scan` and
+`exscan`. "One direct copy" means that a rank copies a block straight from the memory of another
+one. Small blocks, with the C extension all blocks below 4 MiB, take two copies instead: one into
+shared memory and one out of it. So do all blocks where a rank may not read the memory of the
+others.
 
 A collective has a public function, which calls `dispatch.make_call`, and the class of its calls: a
 `TransferCall` moves blocks, a `ReductionCall` combines arrays. To write a new one, write these:

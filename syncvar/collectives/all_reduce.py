@@ -9,8 +9,10 @@ import numpy as np
 
 from syncvar.collectives.buckets import reduce_one, reduce_together
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
+from syncvar.collectives.compressed_reduce import CompressedCall
 from syncvar.collectives.dispatch import call_persistent, make_call, native_dispatch
 from syncvar.collectives.reduce_args import (
+    BucketLimits,
     ReduceOptions,
     ReductionCall,
     check_finite,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.collectives.compressors import Codec, PowerSGD
     from syncvar.collectives.groups import Group
     from syncvar.core.pytree import PyTree, TreeDef
     from syncvar.core.reduce_ops import Reduction
@@ -58,6 +61,9 @@ def all_reduce(  # noqa: PLR0913  (public signature)
     async_op: bool = False,
     timeout: float | None = None,
     algorithm: str | None = None,
+    compress: str | Codec | PowerSGD | None = None,
+    bucket_bytes: int | None = None,
+    first_bucket_bytes: int | None = None,
     **_foreign: Never,
 ) -> Any:
     """Combine the values of all ranks and give every rank the result.
@@ -80,6 +86,16 @@ def all_reduce(  # noqa: PLR0913  (public signature)
             rank.
         weight: Weight of this rank in a mean. The result is the sum of weight * x, divided by the
             sum of the weights. A rank of weight 0 does not count, even if its input is NaN.
+        compress: "float16", "bfloat16", "int8", "topk", "powersgd", or a compressor of
+            `sv.compressors`, the same on every rank. Values travel in fewer bytes, and are
+            rounded; the compressor states the error. Only for the sum and the mean of real floating
+            numbers, without the four arguments above and `algorithm`.
+        bucket_bytes: Between hosts, the most bytes of a pytree's arrays that travel together (with
+            `compress`, their bytes as float32); the same on every rank. An array is not cut: a
+            longer one travels by itself. None means one bucket for each dtype. Smaller buckets take
+            less memory; with `compress` the next one is encoded while one travels.
+        first_bucket_bytes: The same for the first bucket, so that something travels early. None
+            means `bucket_bytes`.
         group, async_op, timeout, algorithm: See `syncvar.collectives`.
 
     Returns:
@@ -91,8 +107,10 @@ def all_reduce(  # noqa: PLR0913  (public signature)
         ConfigError, MismatchError, PeerLost, DeadlineExceeded: See `syncvar.collectives`.
 
     Cost: ring, 2(n-1) rounds and 2(n-1)/n of the buffer sent by each rank; small buffers take fewer
-        rounds.
-    Order: fixed by the count and the number of ranks; the bytes are equal on every rank.
+        rounds. With `compress` two rounds, and 2(n-1)/n of the compressed buffer; never the fast
+        path of shared memory, so inside one host it costs more than it saves.
+    Order: fixed by count, number of ranks and hosts; the bytes are equal on every rank. With
+        `compress` sums are made in float32, in the order of ranks.
     Source: Patarasuk and Yuan 2009 (ring); Thakur, Rabenseifner, Gropp 2005 (tree).
 
     Example:
@@ -102,10 +120,23 @@ def all_reduce(  # noqa: PLR0913  (public signature)
         >>> sv.all_reduce({"loss": 0.5, "n": 3}, "mean")["n"]
         array(3.)
     """
-    make: type[AllReduceCall] = _PublicCall
+    make: type[AllReduceCall | CompressedCall] = _PublicCall
     options: tuple[Any, ...] = (op_name(op), reproducible, algorithm)
-    if prescale is not None or postscale is not None or weight is not None:
+    if compress is not None:
+        make = CompressedCall
+        excluded = {
+            "reproducible": reproducible or None,
+            "prescale": prescale,
+            "postscale": postscale,
+            "weight": weight,
+            "algorithm": algorithm,
+        }
+        others = [name for name, value in excluded.items() if value is not None]
+        options = (op_name(op), compress, others, (bucket_bytes, first_bucket_bytes))
+    elif prescale is not None or postscale is not None or weight is not None:
         make, options = _ScaledCall, (*options, (prescale, postscale, weight))
+    elif bucket_bytes is not None or first_bucket_bytes is not None:
+        make, options = _BucketedCall, (*options, (bucket_bytes, first_bucket_bytes))
     return make_call(all_reduce, make, x, out, group, async_op, timeout, _foreign, options)
 
 
@@ -186,6 +217,23 @@ class _PublicCall(AllReduceCall):
         for leaf in (flatten(x)[1] if is_structure(x) else [x]) if is_finite_checked() else ():
             check_finite(as_array(leaf), "all_reduce")
         super().__init__(communicator, x, op, out=out, options=ReduceOptions(*options), keep=keep)
+
+
+class _BucketedCall(_PublicCall):
+    """An all-reduce in buckets of the sizes (bucket_bytes, first_bucket_bytes)."""
+
+    @staticmethod
+    def persistent_input(
+        communicator: Communicator, x: Any, out: Any, options: Any
+    ) -> NDArray[Any] | PyTree | None:
+        return _PublicCall.persistent_input(communicator, x, out, options[:3])
+
+    def __init__(
+        self, communicator: Communicator, x: Any, out: Any, op: str, *options: Any, keep: bool
+    ) -> None:
+        *choice, sizes = options
+        limits = BucketLimits.checked(*sizes)
+        super().__init__(communicator, x, out, op, *choice, None, limits, keep=keep)
 
 
 class _ScaledCall(AllReduceCall):

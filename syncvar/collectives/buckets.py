@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.reduce_args import ReduceOptions
+    from syncvar.collectives.reduce_args import BucketLimits, ReduceOptions
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
 
@@ -46,6 +46,8 @@ def reduce_together(
     """Reduce several arrays with one transfer for each kind of reduction; return the results.
 
     A target of None means a new array. `no_overlap`: no input overlaps the target of another one.
+    With limits in `options`, there is one transfer for each bucket. In shared memory the arrays are
+    combined where they are, so there they are not divided.
     `opens`: these are the first stages of their call; then several kinds of short arrays share one
     transfer.
     """
@@ -53,7 +55,7 @@ def reduce_together(
         arrays = _copy_overlapping(arrays, targets)
     kinds = kinds_of(reducers)
     results: list[Any] = [None] * len(arrays)
-    reproducible, algorithm, apply = options
+    reproducible, algorithm, apply = options[:3]
     if opens and len(kinds) > 1 and apply is None and algorithm is None:
         sizes = sizes_of(kinds, arrays)
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
@@ -62,17 +64,30 @@ def reduce_together(
             size = communicator.size
             yield from _side_by_side(plan, kinds, longest, arrays, targets, size, results)
             return results
-    for reducer, places in kinds.items():
+    for reducer, places in _divided(communicator, kinds, arrays, options.limits):
         if len(places) == 1:
-            index = places[0]
-            one = arrays[index], reducer, targets[index]
-            results[index] = yield from reduce_one(communicator, *one, options)
+            one = arrays[places[0]], reducer, targets[places[0]]
+            results[places[0]] = yield from reduce_one(communicator, *one, options)
             continue
         some, outs = [arrays[index] for index in places], [targets[index] for index in places]
         outputs = yield from _fused(communicator, some, reducer, outs, options)
         for index, result in zip(places, outputs, strict=True):
             results[index] = result
     return results
+
+
+def _divided(
+    communicator: Communicator,
+    kinds: dict[Reduction, list[int]],
+    arrays: list[NDArray[Any]],
+    limits: BucketLimits | None,
+) -> list[tuple[Reduction, list[int]]]:
+    """Return the reduction of each bucket, and the places of its arrays."""
+    if limits is None or communicator.is_shared:
+        return list(kinds.items())
+    order = [(reducer, place) for reducer, places in kinds.items() for place in places]
+    buckets = limits.divide((arrays[place].nbytes, reducer) for reducer, place in order)
+    return [(order[one[0]][0], [order[index][1] for index in one]) for one in buckets]
 
 
 def _plan(

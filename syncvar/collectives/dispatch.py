@@ -20,7 +20,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import call_with_numpy, is_foreign
 from syncvar.core.migration_hints import unexpected_keyword
 from syncvar.runtime.block_transfer import NO_RESULT
-from syncvar.runtime.call_record import own_site
+from syncvar.runtime.call_record import own_place
 from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.work import is_seconds
 
@@ -109,7 +109,7 @@ def make_call(  # noqa: PLR0913, PLR0917  (the arguments of all public calls; ho
                 if not async_op:
                     result = persistent(array, out, None, timeout)
                 elif persistent is not never_persistent:
-                    result = persistent.start(array, out, timeout, own_site())
+                    result = persistent.start(array, out, timeout, *own_place())
                 if result is not None:  # None: nothing was done, so the slow path follows
                     return None if result is NO_RESULT else result
     if is_foreign(x, out):

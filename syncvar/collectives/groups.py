@@ -10,6 +10,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.stage_builders import gather_objects, meet
 from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.html_table import html_table
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
 
@@ -108,6 +109,10 @@ class Group(MigrationHintsMixin):
 
     def __repr__(self) -> str:
         return f"Group(ranks={list(self.ranks)}, rank={self.rank})"
+
+    def _repr_html_(self) -> str:
+        rows = [("size", self.size), ("ranks", list(self.ranks)), ("rank here", self.rank)]
+        return html_table("sv.Group", rows)
 
 
 def new_group(
@@ -226,7 +231,8 @@ def communicator_of(group: Any) -> Communicator:
     communicator = group._communicator  # noqa: SLF001
     if communicator.engine is not current().engine:
         raise UsageError(
-            "this group belongs to a job that this process has left; make it again after sv.init()"
+            "this group belongs to a job that this process has left; make it again after "
+            "sv.init(), in an elastic job inside the function of sv.elastic.run"
         )
     return communicator
 
@@ -317,6 +323,10 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh(shape={self.shape}, names={self.names}, coordinates={self.coordinates})"
+
+    def _repr_html_(self) -> str:
+        rows = [("shape", self.shape), ("names", self.names), ("coordinates", self.coordinates)]
+        return html_table("sv.Mesh", rows)
 
 
 def mesh(

@@ -82,7 +82,7 @@ def reduce(  # noqa: PLR0913  (public signature)
     Cost: in shared memory one round: the root combines short arrays, and of long ones each rank
         combines a part. Over links ceil(log2 n) rounds by a binomial tree, and as many empty frames
         back, because no rank returns before all have entered.
-    Order: lower ranks are left operands; fixed by the number of ranks.
+    Order: lower ranks are left operands; fixed by size, number of ranks and hosts.
 
     Example:
         >>> import numpy as np, syncvar as sv
@@ -303,7 +303,7 @@ def reduce_scatter(  # noqa: PLR0913  (public signature)
     Cost: n-1 rounds over links, in which each rank sends (n-1)/n of the array. In shared memory
         each rank reads its pieces directly from arrays of `sv.empty`; other arrays are copied cell
         by cell.
-    Order: lower ranks are left operands; fixed by shape and number of ranks.
+    Order: lower ranks are left operands; fixed by shape, number of ranks and hosts.
 
     Example:
         >>> import numpy as np, syncvar as sv

@@ -7,6 +7,7 @@ as one small vector. Everything else takes the slow path, which also reports wro
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from syncvar.runtime.request import Stage
 from syncvar.runtime.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -38,6 +39,48 @@ _KINDS: dict[type[Any], str] = {dict: "dict", list: "list", tuple: "tuple"}
 _LOCATING = ("minloc", "maxloc")
 
 
+class BucketLimits(NamedTuple):
+    """How a list of arrays is divided into buckets; an array is never cut."""
+
+    nbytes: int  # the most that a bucket holds, unless it holds a single array
+    first: int  # the same for the first bucket
+
+    @classmethod
+    def checked(cls, nbytes: Any, first: Any) -> BucketLimits | None:
+        """Return the limits of `bucket_bytes=` and `first_bucket_bytes=`; None without any."""
+        if nbytes is None and first is None:
+            return None
+        if nbytes is None:
+            raise ConfigError("first_bucket_bytes needs bucket_bytes, the size of the others")
+        pairs = ("bucket_bytes", nbytes), ("first_bucket_bytes", nbytes if first is None else first)
+        for name, value in pairs:
+            is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not is_integer or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, not {value!r}")
+        return cls(*(int(value) for _, value in pairs))
+
+    def divide(self, arrays: Iterable[tuple[int, Any]]) -> list[list[int]]:
+        """Return the indices of each bucket: arrays of one kind that follow one another.
+
+        Example:
+            >>> BucketLimits(8, 4).divide([(4, "f"), (4, "f"), (4, "f"), (4, "d"), (9, "d")])
+            [[0], [1, 2], [3], [4]]
+        """
+        buckets: list[list[int]] = []
+        size, last = 0, None
+        for index, (nbytes, kind) in enumerate(arrays):
+            limit = self.first if len(buckets) == 1 else self.nbytes
+            if not buckets or size + nbytes > limit or kind != last:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(index)
+            size, last = size + nbytes, kind
+        return buckets
+
+
+UNLIMITED = BucketLimits(sys.maxsize, sys.maxsize)
+
+
 class ReduceOptions(NamedTuple):
     """Options of an all-reduce."""
 
@@ -46,6 +89,7 @@ class ReduceOptions(NamedTuple):
     # Ufunc: the output becomes apply(output, result), and half types are rounded after that.
     # None stores the result.
     apply: np.ufunc | None = None
+    limits: BucketLimits | None = None  # of the buckets over links; None: one for each kind
 
 
 def describe_reduction(
@@ -93,7 +137,7 @@ def describe_tree_reduction(
         reproducible=options.reproducible,
         structure=structure,
         kinds=tuple(kinds),
-        options=shape,
+        options=shape if options.limits is None else (shape, *options.limits),
         size=sum([array.nbytes for array in arrays]),
         text=_tree_label,
     )
@@ -341,10 +385,15 @@ def persist_reductions(
 
 
 def persistent_reduction(
-    communicator: Communicator, x: NDArray[Any], op: str, name: str, options: ReduceOptions
+    communicator: Communicator,
+    x: NDArray[Any],
+    op: str,
+    name: CollectiveSpec,
+    options: ReduceOptions,
 ) -> Persistent | None:
-    """Build the persistent call of the all-reduces of `AllReduceCall`."""
-    _, spec = describe_reduction(x, op, name, options)
+    """Build the persistent call of the all-reduces of `AllReduceCall` for a variable."""
+    _, spec = describe_reduction(x, op, name.collective, options)
+    spec = spec._replace(variable=name.variable, access=name.access)
     call = persist_reductions(communicator, x, op, spec, apply=options.apply)
     return None if call is never_persistent else call
 

@@ -34,6 +34,7 @@ _INTEGERS = {
     "server_replicas": "SERVER_REPLICAS",
     "incarnation": "INCARNATION",
     "program": "PROGRAM",
+    "elastic": "ELASTIC",
 }
 _MAY_BE_ABSENT = {
     "host_count": "1",
@@ -42,6 +43,7 @@ _MAY_BE_ABSENT = {
     "server_replicas": "0",
     "incarnation": "0",
     "program": "0",
+    "elastic": "0",
 }
 _TEXTS = {
     "rendezvous": "RENDEZVOUS",
@@ -82,6 +84,9 @@ class RankEnvironment(NamedTuple):
         server_replicas: Number of other servers that hold a replica of each server's variables.
         incarnation: Number of earlier processes that this one replaces, for a server.
         program: 0-based index of its program in a job of several (MPI_APPNUM).
+        elastic: Fewest members of an elastic job, in which this process is a world of one until it
+            enrolls, and `rank` is the number of its worker; 0 for other jobs.
+        worker: Number of this worker in a generation of an elastic job; -1 elsewhere.
     """
 
     rank: int
@@ -104,6 +109,13 @@ class RankEnvironment(NamedTuple):
     server_replicas: int = 0
     incarnation: int = 0
     program: int = 0
+    elastic: int = 0
+    worker: int = -1
+
+    @property
+    def is_world_of_one(self) -> bool:
+        """Whether this process begins as a world of one."""
+        return self.elastic > 0 or (self.world_size == 1 and self.host_count == 1)
 
     @property
     def socket_directory(self) -> str:

@@ -27,6 +27,9 @@ MISMATCH = 76
 KEY = 77
 CONFIGURATION = 78
 TIMEOUT = 124
+# Two SIGTERM within this time count as one: a scheduler that signals every process also signals the
+# launcher or an agent, which passes the signal on.
+NOTICE_ECHO_S = 1.0
 
 MEANINGS: dict[int, str] = {
     USAGE: "wrong command line",
@@ -124,6 +127,7 @@ def is_failing() -> bool:
 # -- records of a worker for its launcher ----------------------------------------------------------
 
 STARTED = "begun"  # first record: the process runs Python and starts its script next
+RUN_ENDED = "run_ended"  # record of an elastic job: the function has returned on all members
 
 _TEXT_MAX = 200_000
 

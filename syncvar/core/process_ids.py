@@ -5,7 +5,7 @@ The launcher numbers both together: a rank has its rank, server `i` has `SERVER_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,9 +24,33 @@ def is_server(number: int) -> bool:
     return number >= SERVER_0
 
 
-def process_name(number: int) -> str:
+class ProcessNames(NamedTuple):
+    """What sentences call the processes of a job: by rank, or by worker in an elastic job.
+
+    Ranks change with each generation of an elastic job, and the numbers of its workers stay.
+
+    Example:
+        >>> process_list([0, 1], ProcessNames("worker", (2, 5)))
+        'workers 2, 5'
+    """
+
+    word: str = "rank"
+    workers: Sequence[int] = ()  # the worker that has each rank; empty if numbers need no change
+
+    def number(self, number: int) -> int:
+        """Return the number of a process as sentences have it."""
+        return self.workers[number] if number < len(self.workers) else number
+
+
+RANKS = ProcessNames()
+WORKERS = ProcessNames("worker")
+
+
+def process_name(number: int, names: ProcessNames = RANKS) -> str:
     """Return the name of a process, "rank 3" or "server 0"."""
-    return f"server {number - SERVER_0}" if is_server(number) else f"rank {number}"
+    if is_server(number):
+        return f"server {number - SERVER_0}"
+    return f"{names.word} {names.number(number)}"
 
 
 def short_name(number: int) -> str:
@@ -59,17 +83,17 @@ def replica_holders(server: int, hosts: Sequence[int], replicas: int) -> tuple[i
     return failover_order(server, hosts, replicas)[:replicas]
 
 
-def rank_list(ranks: Iterable[int]) -> str:
+def rank_list(ranks: Iterable[int], names: ProcessNames = RANKS) -> str:
     """Return ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
-    distinct = set(ranks)
-    return ("rank " if len(distinct) == 1 else "ranks ") + rank_spans(distinct)
+    distinct = {names.number(rank) for rank in ranks}
+    return f"{names.word}{'s' * (len(distinct) != 1)} {rank_spans(distinct)}"
 
 
-def process_list(numbers: Iterable[int]) -> str:
+def process_list(numbers: Iterable[int], names: ProcessNames = RANKS) -> str:
     """Return processes as text, such as "ranks 0, 1, 3 and servers 0, 1"."""
     distinct = set(numbers)
     servers = {number for number in distinct if is_server(number)}
-    texts = [rank_list(distinct - servers)] if distinct - servers else []
+    texts = [rank_list(distinct - servers, names)] if distinct - servers else []
     if servers:
         spans = rank_spans(number - SERVER_0 for number in servers)
         texts.append(f"server{'s' * (len(servers) > 1)} {spans}")

@@ -20,7 +20,15 @@ _INTERNAL = frozenset(
     PREFIX + name
     for name in (
         *("KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE"),
-        *("RESULT_DIR", "CALL_FD", "PROCESS", "FORK_FD", "FULL_TRACEBACK", "RENDEZVOUS_DIR"),
+        *(
+            "RESULT_DIR",
+            "CALL_FD",
+            "PROCESS",
+            "FORK_FD",
+            "FULL_TRACEBACK",
+            "RENDEZVOUS_DIR",
+            "UPDATE_LEDGER",
+        ),
     )
 )
 
@@ -182,6 +190,23 @@ class RuntimeConfig(_Settings):
         "repeated after 6 times and 30 times this wait",
         default=10.0,
     )
+    observe_interval_s: float = _setting(
+        "s",
+        "interval at which the launcher asks the ranks for their last calls, to name a rank that "
+        "others wait for and to compare clocks; 0 asks only for syncvar status, top and the like",
+        0,
+        default=5.0,
+    )
+    host_discovery_s: float = _setting(
+        "s", "interval at which the launcher asks the script of --host-discovery", 0.05, default=5.0
+    )
+    host_exclusion_s: float = _setting(
+        "s",
+        "time for which an elastic job does not use a host that has failed; each further failure "
+        "doubles it, up to ten minutes",
+        0,
+        default=10.0,
+    )
     report_after_s: float = _setting(
         "s", "wait after which a rank reports its call to the deadlock detector", 0.01, default=0.1
     )
@@ -219,6 +244,15 @@ class RuntimeConfig(_Settings):
         default="",
         is_shared=True,
     )
+    algorithm_choice: str = _setting(
+        "",
+        "choice of algorithms between hosts: from a short measurement when the ranks meet, with "
+        "the bits of sums as by the rules (same-bits) or with other bits (measured); or by the "
+        "rules alone",
+        choices=("same-bits", "measured", "rules"),
+        default="same-bits",
+        is_shared=True,
+    )
     eager_bytes: int = _setting(
         "B", "longest message of send that returns before the receiver takes it", 0, default=65536
     )
@@ -228,14 +262,26 @@ class RuntimeConfig(_Settings):
         choices=("warning", "info", "debug"),
         default="warning",
     )
+    progress: str = _setting(
+        "",
+        "lines that show how far long work of syncvar is, such as checkpoints: on the standard "
+        "error of rank 0 if that is a terminal, or the launcher's is one (auto), or never",
+        choices=("auto", "on", "off"),
+        default="auto",
+    )
     trace: str = _setting(
         "path",
         "folder for the flight record of every rank, written at the end of every run",
         default="",
     )
+    ledger: str = _setting(
+        "path",
+        "folder for the ledger of every rank: calls, bytes and time by variable and program line",
+        default="",
+    )
     transport: str = _setting(
         "",
-        "data path: shared memory on a host and ZeroMQ (auto); ZeroMQ only (zmq); "
+        "data path: shared memory on a host, and lanes or ZeroMQ (auto); ZeroMQ only (zmq); "
         "under mpirun, MPI in place of ZeroMQ (mpi), or MPI only (mpi-only)",
         choices=("auto", "zmq", "mpi", "mpi-only"),
         default="auto",

@@ -98,7 +98,6 @@ class Trainer:
     def __init__(self, data: Data, strategy: sv.MultiWorkerMirroredStrategy) -> None:
         self.data = data
         self.strategy = strategy
-        self.own_shards = own_shards(strategy.num_replicas_in_sync, sv.rank())
         self.optimizer = sv.optimizers.SGD(LEARNING_RATE)
         draw = np.random.default_rng(1)
 
@@ -138,7 +137,7 @@ class Trainer:
         start = time.perf_counter()
         weights = [weight.read_value() for weight in self.weights]
         parts = {}
-        for shard in self.own_shards:
+        for shard in own_shards(self.strategy.num_replicas_in_sync, sv.rank()):
             mine = rows[shard * ROWS : (shard + 1) * ROWS]
             parts[shard], loss, right = gradients(
                 weights, self.data.train_images[mine], self.data.train_labels[mine]

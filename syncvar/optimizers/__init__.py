@@ -30,6 +30,7 @@ from syncvar.optimizers.builtin_optimizers import (
     RMSProp,
 )
 from syncvar.optimizers.custom_rules import update_rule
+from syncvar.optimizers.diloco import DiLoCo
 
 __all__ = [
     "LAMB",
@@ -38,6 +39,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Custom",
+    "DiLoCo",
     "Momentum",
     "Nesterov",
     "Optimizer",

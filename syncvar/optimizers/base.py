@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from syncvar.collectives.compressors import checked_compressor, signature_of
+from syncvar.collectives.reduce_args import BucketLimits
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin, attribute_hint
@@ -24,7 +26,12 @@ from syncvar.optimizers.gradient_call import (
     describe_variables,
     strategy_of_pairs,
 )
-from syncvar.optimizers.optimizer_step import GradientStep, RemoteStep, remote_optimizer_of
+from syncvar.optimizers.optimizer_step import (
+    GradientStep,
+    GradientTransfer,
+    RemoteStep,
+    remote_optimizer_of,
+)
 from syncvar.optimizers.slots import OptimizerSlots, is_replica_local
 from syncvar.optimizers.update_rules import (
     Options,
@@ -36,7 +43,7 @@ from syncvar.optimizers.update_rules import (
     checked_rate,
     compute_dtype,
 )
-from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.collective_spec import CollectiveSpec, names_text
 from syncvar.variables.grouped_writes import copy_of
 from syncvar.variables.policy import CallContext
 from syncvar.variables.values import operand_array
@@ -74,6 +81,13 @@ class Optimizer(MigrationHintsMixin):
         nonfinite: Treatment of infinities and NaN. "allow" them; "error": a replica that passes one
             raises ConfigError, the others MismatchError, nothing changes; "skip": all replicas
             leave out the step if the combined gradients hold one (for a search of the loss scale).
+        compress: "float16", "bfloat16", "int8", "topk", "powersgd", or a compressor of
+            `sv.compressors`, the same on every replica. The gradients travel in fewer bytes, and
+            are rounded; float64 becomes float32 first. With "topk" and "powersgd" a step adds what
+            did not travel before. Each replica has it in a slot, which a checkpoint saves. Not for
+            variables on servers.
+        bucket_bytes, first_bucket_bytes: As in `sv.all_reduce`: between hosts the gradients travel
+            in buckets of at most so many bytes. Not for variables on servers.
         name: Part of the slots' names; None means that of the class.
     """
 
@@ -88,6 +102,11 @@ class Optimizer(MigrationHintsMixin):
         norm_max, value_max = (_checked_limit(options, one) for one in ("clip_norm", "clip_value"))
         accumulate = checked_count("accumulate", options.get("accumulate", 1))
         nonfinite = checked_choice("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
+        compress = options.get("compress")
+        compressor = None if compress is None else checked_compressor(compress)
+        limits = BucketLimits.checked(
+            options.get("bucket_bytes"), options.get("first_bucket_bytes")
+        )
         self._settings = {
             **rule.numbers,
             "weight_decay": rule.decay,
@@ -95,6 +114,8 @@ class Optimizer(MigrationHintsMixin):
             "clip_value": value_max,
             "accumulate": accumulate,
             "nonfinite": nonfinite,
+            "compress": None if compressor is None else signature_of(compressor),
+            "bucket_bytes": limits,
         }
         name = type(self).__name__
         slots = OptimizerSlots(
@@ -102,6 +123,7 @@ class Optimizer(MigrationHintsMixin):
             rule.initials(),
             counts=rule.counts_steps,
             accumulates=accumulate > 1,
+            compressor=compressor,
         )
         self._step = GradientStep(
             name,
@@ -110,6 +132,7 @@ class Optimizer(MigrationHintsMixin):
             clipping=Clipping(norm_max, value_max, skips=nonfinite == "skip"),
             accumulate=accumulate,
             is_error=nonfinite == "error",
+            transfer=GradientTransfer(compressor, limits),
         )
         self._remote = RemoteStep(name, self._settings)
         self._plans: dict[tuple[int, ...], BucketPlan] = {}
@@ -166,6 +189,11 @@ class Optimizer(MigrationHintsMixin):
         """Its slots, and restored values that wait for them. For this package only."""
         return self._step.slots
 
+    @property
+    def gradient_step(self) -> GradientStep:
+        """Its steps of local variables. For this package only."""
+        return self._step
+
     def build(self, variables: Iterable[Variable]) -> None:
         """Create the slots of variables now rather than at their first step.
 
@@ -208,6 +236,13 @@ class Optimizer(MigrationHintsMixin):
         assert owner is not None
         is_independent = all(is_replica_local(variable) for variable in chosen)
         self._build(owner, chosen, is_independent=is_independent)
+
+    def leave_world(self) -> None:
+        """Keep its state for the next step, in another world. For this package only."""
+        self._step.slots.release()
+        self._step.forget()
+        self._plans.clear()
+        self._bases.clear()
 
     def __repr__(self) -> str:
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
@@ -286,7 +321,8 @@ class Optimizer(MigrationHintsMixin):
 
         Cost: one all-reduce for all float32 and half gradients together (half types travel as
             float32), in the same call one for float64; for shards, the cost of `all_reduce_shards`.
-            The first call creates the slots, which takes a few calls for each.
+            The first call creates the slots, which takes a few calls for each. With `compress` one
+            compressed all-reduce for all, and 8 bytes of each replica for a weight.
         Order: as `all_reduce`; with the strategy's reproducible=True by the tree over replicas.
 
         Example:
@@ -341,7 +377,7 @@ class Optimizer(MigrationHintsMixin):
     def _checked(
         self, pairs: list[Any], reduce: str | None, weight: float | None, *, shards: bool
     ) -> tuple[Call, BucketPlan | None]:
-        owner, variables, _, travels, base, shown = self._base_of(pairs)
+        owner, variables, _, travels, base, shown, names = self._base_of(pairs)
         context = context_of(owner, "apply_gradients")
         op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
         is_combined = op is None or context in (CallContext.CROSS, CallContext.MERGE)
@@ -362,6 +398,7 @@ class Optimizer(MigrationHintsMixin):
             None if weight is None else checked_number("weight", weight),
             base,
             shown,
+            names,
             checked_shards(gradients, variables) if shards else None,
         )
         if weight is not None and (op == "sum" or (is_combined and call.travels)):
@@ -418,6 +455,11 @@ class Optimizer(MigrationHintsMixin):
                 "an optimizer with accumulate takes no shards: make more micro-shards of a step, "
                 "each replica may bring many"
             )
+        if self._step.transfer.compressor is not None:
+            raise ConfigError(
+                "with shards=True the step does not depend on the number of replicas, and with "
+                "compress= it does: leave out one of them"
+            )
         for variable in variables:
             if is_replica_local(variable):
                 raise ConfigError(
@@ -460,7 +502,9 @@ class Optimizer(MigrationHintsMixin):
             )
         if len(self._plans) >= _PLANS_MAX:
             self._plans.clear()
-        result = self._plans[tuple(key)] = BucketPlan(call.owner, call.variables, self._step.slots)
+        step, variables = self._step, call.variables
+        result = BucketPlan(call.owner, variables, step.slots, step.transfer.limits)
+        self._plans[tuple(key)] = result
         return result
 
     def _build(
@@ -479,7 +523,8 @@ class Optimizer(MigrationHintsMixin):
             shown += ", …" if len(shared) > 3 else ""
             label = f"slots of {type(self).__name__} for {shown}"
             options = names, tuple(self._settings.items()), base
-            spec = CollectiveSpec(label, options=options)
+            variable = names_text([one.name for one in shared])
+            spec = CollectiveSpec(label, options=options, variable=variable, access="slots")
             meet(owner.communicator, spec, owner.timeout, check)
         elif check is not None:
             check()

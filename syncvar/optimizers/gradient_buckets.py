@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.collectives.reduce_args import UNLIMITED
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import BLOCK, compute_dtype, is_half, norm
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.collectives.reduce_args import BucketLimits
     from syncvar.optimizers.slots import OptimizerSlots, SlotState
     from syncvar.variables.variable_owner import VariableOwner
 
@@ -114,6 +116,8 @@ class BucketPart:
         "accumulator",
         "changed",
         "compute",
+        "error",
+        "factor",
         "gradient",
         "is_half",
         "is_replica_local",
@@ -132,7 +136,7 @@ class BucketPart:
         self.is_half = is_half(variable.dtype)
         self.gradient = gradient
         self.scratch = scratch
-        self.changed, self.accumulator = state
+        self.changed, self.accumulator, self.error, self.factor = state
 
     def load(self, value: Any, factor: float | None, call: int, calls: int, *, mean: bool) -> None:
         """Check a gradient, and copy it to the flat array or accumulate it."""
@@ -179,8 +183,13 @@ class BucketPlan:
     """The buckets of a list of variables."""
 
     def __init__(
-        self, owner: VariableOwner, variables: Sequence[Variable], slots: OptimizerSlots
+        self,
+        owner: VariableOwner,
+        variables: Sequence[Variable],
+        slots: OptimizerSlots,
+        limits: BucketLimits | None = None,
     ) -> None:
+        self.limits = None if owner.communicator.is_shared else limits
         self.parts: list[BucketPart] = []
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         shared = [one for one in variables if not is_replica_local(one)]
@@ -202,8 +211,17 @@ class BucketPlan:
         travels: bool,
     ) -> list[Bucket]:
         result: list[Bucket] = []
-        for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):
-            chosen = [variable for variable in variables if compute_dtype(variable.dtype) == dtype]
+        dtypes = [compute_dtype(variable.dtype) for variable in variables]
+        order = [
+            (variable, dtype)
+            for kind in dict.fromkeys(dtypes)
+            for variable, dtype in zip(variables, dtypes, strict=True)
+            if dtype == kind
+        ]
+        limits = (self.limits if travels else None) or UNLIMITED
+        sizes = ((prod(variable.shape) * dtype.itemsize, dtype) for variable, dtype in order)
+        for places in limits.divide(sizes):
+            chosen, dtype = [order[place][0] for place in places], order[places[0]][1]
             count = sum(prod(variable.shape) for variable in chosen)
             whole = np.zeros(count + 1, dtype)
             if travels:  # in shared memory, where it is combined in place

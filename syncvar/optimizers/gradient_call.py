@@ -18,7 +18,7 @@ from syncvar.collectives.stage_builders import MeetingCall
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import is_replica_local
 from syncvar.optimizers.update_rules import compute_dtype
-from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint, names_text
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -61,6 +61,7 @@ class Call(NamedTuple):
     weight: float | None  # of this replica's gradients
     base: int  # signature of all that does not change from step to step
     shown: str  # names of the variables, for descriptions
+    names: str  # the same for `CollectiveSpec.variable`
     shards: dict[Any, list[NDArray[Any]]] | None = None  # id -> a gradient for each variable
 
 
@@ -133,8 +134,11 @@ def checked_shards(
 
 def describe_variables(
     settings: tuple[Any, ...], variables: Sequence[Variable], everything: Sequence[Variable]
-) -> tuple[int, str]:
-    """Return the signature of the variables that replicas share, and their names in words."""
+) -> tuple[int, str, str]:
+    """Return the signature of the variables that replicas share, and their names in words.
+
+    The last is `CollectiveSpec.variable`.
+    """
     present = {id(one) for one in variables}
     common = [one for one in everything if not is_replica_local(one)]
     shared = [one for one in common if id(one) in present]
@@ -146,7 +150,8 @@ def describe_variables(
     if absent:
         shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}"
         shown += " …" if len(absent) > 3 else ""
-    return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
+    names = names_text([one.name for one in shared])
+    return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown, names
 
 
 def strategy_of_pairs(pairs: Any) -> tuple[VariableOwner, bool]:
@@ -178,7 +183,7 @@ def combining_call(
         first, *others = plan.shared
         arrays = [first.whole if weighted else first.flat, *(bucket.flat for bucket in others)]
         value: Any = arrays if others else arrays[0]
-        options = ReduceOptions(owner.reproducible)
+        options = ReduceOptions(owner.reproducible, limits=plan.limits)
         call = AllReduceCall(communicator, value, op, out=value, name=_NAME, options=options)
     call.spec = spec
     return call

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from syncvar.collectives.reduce_args import check_finite
 from syncvar.collectives.sharded_sums import ShardsCall
 from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet
+from syncvar.optimizers.compressed_gradients import CompressedGradients
 from syncvar.optimizers.gradient_call import Call, combine_persistent, combining_call
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.variables.grouped_writes import change_copies, copy_of
@@ -24,6 +25,8 @@ from syncvar.variables.variable_state import state_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from syncvar.collectives.compressors import Codec, PowerSGD
+    from syncvar.collectives.reduce_args import BucketLimits
     from syncvar.optimizers.gradient_buckets import BucketPlan, Clipping
     from syncvar.optimizers.slots import OptimizerSlots
     from syncvar.optimizers.update_rules import UpdateRule
@@ -32,7 +35,21 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 
 # Options that servers do not have, with their usual values.
-_LOCAL_OPTIONS = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
+_LOCAL_OPTIONS = {
+    "clip_norm": None,
+    "clip_value": None,
+    "accumulate": 1,
+    "nonfinite": "allow",
+    "compress": None,
+    "bucket_bytes": None,
+}
+
+
+class GradientTransfer(NamedTuple):
+    """Options of the way in which gradients travel."""
+
+    compressor: Codec | PowerSGD | None = None  # None: as they are
+    limits: BucketLimits | None = None  # of their buckets between hosts
 
 
 class GradientStep:
@@ -47,10 +64,12 @@ class GradientStep:
         clipping: Clipping,
         accumulate: int,
         is_error: bool,
+        transfer: GradientTransfer,
     ) -> None:
         self.name, self.rule, self.slots, self.clipping = name, rule, slots, clipping
         self.accumulate = accumulate  # calls for one step
-        self._is_error = is_error  # whether an infinity or NaN is an error
+        self.transfer = transfer
+        self.is_error = is_error  # whether an infinity or NaN is an error
         self.variables_of_step: tuple[int, ...] | None = None  # ids
         self._refused: str | None = None  # why this replica rejected an earlier call of this step
 
@@ -61,6 +80,10 @@ class GradientStep:
         result.rule = copy.deepcopy(self.rule, memo)
         return result
 
+    def forget(self) -> None:
+        """Forget the earlier calls of an incomplete step, but not their gradients."""
+        self.variables_of_step = self._refused = None
+
     def _number(self) -> int:
         assert self.slots.iterations is not None
         return int(copy_of(self.slots.iterations))
@@ -69,7 +92,7 @@ class GradientStep:
         """Copy the gradients to the flat arrays, or accumulate them."""
         weight, calls = call.weight, self.accumulate
         if call.shards is not None:
-            for arrays in call.shards.values() if self._is_error else ():
+            for arrays in call.shards.values() if self.is_error else ():
                 for variable, array in zip(call.variables, arrays, strict=True):
                     if not bool(np.isfinite(array).all()):
                         raise _nonfinite_error(variable)
@@ -83,7 +106,7 @@ class GradientStep:
             check_finite(gradient, f"the step, as the gradient of variable {part.variable.name!r}")
             factor = None if calls == 1 and part.is_replica_local else weight
             part.load(gradient, factor, number, calls, mean=mean)
-        for bucket in (*plan.shared, *plan.local) if self._is_error else ():
+        for bucket in (*plan.shared, *plan.local) if self.is_error else ():
             bad = bucket.first_nonfinite()
             if bad is not None:
                 raise _nonfinite_error(bad.variable)
@@ -149,7 +172,11 @@ class GradientStep:
         if weighted and plan.shared:
             plan.shared[0].whole[-1] = self._weight_here(call)
         communicator = owner.communicator
-        if communicator.size == 1 and refused is None and call.shards is None:
+        # One replica alone may still have an error from a checkpoint of several.
+        compressor, limits = self.transfer
+        keeps_error = compressor is not None and compressor.keeps_error
+        is_single = communicator.size == 1 and not keeps_error
+        if is_single and refused is None and call.shards is None:
             return
         step = self._number()
         mode = "as given" if call.is_combined else call.op + (", weighted" if weighted else "")
@@ -160,6 +187,7 @@ class GradientStep:
             "apply_gradients",
             call.op,
             options=(call.base, mode, rate),
+            variable=call.names,
             step=step,
             text=_label,
             shown=(self.name, call.shown),
@@ -171,6 +199,19 @@ class GradientStep:
                 part.gradient[...] = total
             return
         op = "" if call.is_combined else "sum" if weighted else call.op
+        if compressor is not None and op and plan.shared and refused is None:
+            compressed = partial(
+                CompressedGradients,
+                communicator,
+                plan,
+                compressor,
+                spec,
+                mean=op == "mean",
+                weighted=weighted,
+                limits=limits,
+            )
+            communicator.perform("apply_gradients", compressed, owner.timeout).commit()
+            return
 
         def check() -> CheckedCall:
             if refused is not None:

@@ -8,7 +8,7 @@ float32 `master` of the weights, because an update is often smaller than the dis
 Each replica accumulates the gradients of several calls by itself, and a checkpoint keeps each
 replica's sum. Restored on another number of replicas, each takes the mean of these sums, as the
 mean over replicas needs. For sums over replicas the next call rescales them
-(`accumulated_replicas`).
+(`accumulated_replicas`). The same holds for what compression has lost (`compression_error`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.collectives.compressors import PowerSGD
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.update_rules import compute_dtype, is_half
 from syncvar.variables.create import VariableSpec
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.collectives.compressors import Codec
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import VariableOwner
 
 ITERATIONS, CALLS, MASTER, ACCUMULATED = "iterations", "calls", "master", "accumulated"
+ERROR, FACTOR = "compression_error", "compression_factor"
+_BESIDE_RULE = (ACCUMULATED, ERROR, FACTOR)  # slots that the rule does not see
 _WEIGHT, _REPLICAS = "accumulated_weight", "accumulated_replicas"
 _WITHIN_STEP = (CALLS, ACCUMULATED, _WEIGHT, _REPLICAS)  # of use only until the step is complete
 _INDEPENDENT = VariableSynchronization.NONE
@@ -50,6 +54,8 @@ class SlotState(NamedTuple):
     # The variable, its master (half types), its slots, its step counter (if the rule has one).
     changed: tuple[Variable, ...]
     accumulator: Variable | None  # sum of the gradients of several calls; None if each is a step
+    error: Variable | None = None  # what compression of this replica's gradients has lost
+    factor: Variable | None = None  # directions of a matrix (PowerSGD)
 
 
 class SlotSpec(NamedTuple):
@@ -96,6 +102,16 @@ class SavedSlot:
         self.is_replica_local = spec.synchronization is _INDEPENDENT
 
     @property
+    def slot_name(self) -> str:
+        """Name of the slot, such as "momentum"."""
+        return self._slot
+
+    @property
+    def variable(self) -> Variable | None:
+        """Its variable, if that exists."""
+        return self._variable
+
+    @property
     def is_built(self) -> bool:
         """Whether its variable exists."""
         return self._variable is not None
@@ -121,6 +137,7 @@ class SavedSlot:
 
     def replace(self, value: NDArray[Any] | None, *, is_replica_local: bool) -> None:
         """Replace this replica's copy; sends nothing."""
+        self._slots.note_restored(self._key, has_value=value is not None)
         if self._variable is None:
             self._slots.waiting.pop(self._key, None)
             if self.is_own:
@@ -141,12 +158,19 @@ class OptimizerSlots:
     """All variables of one optimizer."""
 
     def __init__(
-        self, name: str, initials: dict[str, float], *, counts: bool, accumulates: bool
+        self,
+        name: str,
+        initials: dict[str, float],
+        *,
+        counts: bool,
+        accumulates: bool,
+        compressor: Codec | PowerSGD | None = None,
     ) -> None:
         self._name = name
         self._initials = initials
         self._counts = counts
         self._accumulates = accumulates
+        self._compressor = compressor
         # By the id of the variable, which the state keeps alive.
         self._states: dict[int, SlotState] = {}
         # By the id of the variable and the slot's name.
@@ -192,7 +216,7 @@ class OptimizerSlots:
         self.is_independent, self.owner = is_independent, owner
         if self.iterations is None:
             result = {
-                slot: self._make(owner, slot, spec, np.full((), spec.initial, spec.dtype))
+                slot: self._make(owner, slot, spec, np.full(spec.shape, spec.initial, spec.dtype))
                 for slot, spec in self.own_specs(is_independent=is_independent).items()
             }
             self.calls, self.weight = result.get(CALLS), result.get(_WEIGHT)
@@ -208,8 +232,8 @@ class OptimizerSlots:
             if slot == MASTER:
                 value = copy_of(variable).astype(spec.dtype)
             result[slot] = self._make(owner, slot, spec, value, variable)
-        changed = [one for slot, one in result.items() if slot != ACCUMULATED]
-        return SlotState((variable, *changed), result.get(ACCUMULATED))
+        changed = [one for slot, one in result.items() if slot not in _BESIDE_RULE]
+        return SlotState((variable, *changed), *map(result.get, _BESIDE_RULE))
 
     def _make(
         self,
@@ -269,7 +293,21 @@ class OptimizerSlots:
         if self._accumulates:
             own = _INDEPENDENT if is_replica_local(variable) else VariableSynchronization.ON_READ
             result[ACCUMULATED] = SlotSpec(0.0, shape, dtype, own, not is_replica_local(variable))
+        compressor = self._compressor
+        if compressor is not None and compressor.keeps_error and not is_replica_local(variable):
+            single, own = np.dtype(np.float32), VariableSynchronization.ON_READ
+            is_rounded = True
+            if isinstance(compressor, PowerSGD):
+                factor_shape = compressor.factor_shape(shape)
+                is_rounded = factor_shape is not None
+                if factor_shape is not None:
+                    result[FACTOR] = SlotSpec(0.0, factor_shape, single, mode)
+            if is_rounded:
+                result[ERROR] = SlotSpec(0.0, shape, single, own, is_part=True)
         return result
+
+    def note_restored(self, key: tuple[int, str], *, has_value: bool) -> None:
+        """Note that a checkpoint replaces a slot; for subclasses."""
 
     @property
     def is_in_step(self) -> bool:
@@ -307,12 +345,9 @@ class OptimizerSlots:
 
     def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
         """Return the optimizer's own variables as a checkpoint sees them, by name."""
-        is_independent = (
-            self.is_waiting_independent if self.iterations is None else self.is_independent
-        )
         return {
             slot: SavedSlot(self, slot, spec, None, strategy)
-            for slot, spec in self.own_specs(is_independent=is_independent).items()
+            for slot, spec in self.own_specs(is_independent=self._waits_independent).items()
         }
 
     # -- deep copies -------------------------------------------------------------------------------
@@ -323,12 +358,8 @@ class OptimizerSlots:
         They wait for its first step with the values of these. If the same deep copy copies the
         variables, before or after, the slots belong to the copies; else to the same variables.
         """
-        result = OptimizerSlots(
-            self._name, self._initials, counts=self._counts, accumulates=self._accumulates
-        )
-        result.is_waiting_independent = (
-            self.is_waiting_independent if self.iterations is None else self.is_independent
-        )
+        result = self._without_state()
+        result.is_waiting_independent = self._waits_independent
         variables = {id(one): one for one in self.stepped}
         values = {key: one.value for key, one in self.waiting.items()}
         values |= {key: copy_of(one) for key, one in self.built.items()}
@@ -337,6 +368,36 @@ class OptimizerSlots:
             result.waiting[_owner_id(variable), slot] = WaitingValue(variable, np.array(value))
         memo.setdefault(COPIED, []).append(result.follow)
         return result
+
+    def release(self) -> None:
+        """Keep the values of all slots for the next step, which makes the slots again.
+
+        Sends nothing. The strategy of the variables moves to another world, whose ranks make the
+        slots together.
+        """
+        self.is_waiting_independent = self._waits_independent
+        variables = {id(one): one for one in self.stepped}
+        for (owner, slot), one in self.built.items():
+            value = np.array(copy_of(one))
+            self.waiting[owner, slot] = WaitingValue(variables.get(owner), value)
+        self._states.clear()
+        self.built.clear()
+        self.tracked.clear()
+        self.owner = self.iterations = self.calls = self.weight = self.replicas = None
+
+    @property
+    def _waits_independent(self) -> bool:
+        return self.is_waiting_independent if self.iterations is None else self.is_independent
+
+    def _without_state(self) -> OptimizerSlots:
+        """Return slots of the same description that do not exist yet."""
+        return OptimizerSlots(
+            self._name,
+            self._initials,
+            counts=self._counts,
+            accumulates=self._accumulates,
+            compressor=self._compressor,
+        )
 
     def follow(self, variable: Variable, copied: Variable) -> None:
         """Move the values that wait for a variable to its copy."""

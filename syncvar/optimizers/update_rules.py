@@ -41,6 +41,9 @@ class Options(TypedDict, total=False):
     clip_value: float | None
     accumulate: int
     nonfinite: str
+    compress: Any
+    bucket_bytes: int | None
+    first_bucket_bytes: int | None
     name: str | None
 
 

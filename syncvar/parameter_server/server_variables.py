@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.html_table import html_table
 from syncvar.parameter_server.request_client import RequestBuilder
 from syncvar.parameter_server.shard import Spec
 from syncvar.variables.create import (
@@ -78,7 +79,7 @@ class ServerVariable(Variable):
     once. A read pulls, and sees this worker's own pushes. Nothing is collective.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public signature)
         self,
         initial_value: Any,
         *,
@@ -88,6 +89,7 @@ class ServerVariable(Variable):
         synchronization: Any = VariableSynchronization.AUTO,
         aggregation: Any = VariableAggregation.NONE,
         shape: Any = None,
+        compress: Any = None,
     ) -> None:
         owner: Any = current_owner()
         if getattr(owner, "servers", None) is None:
@@ -99,6 +101,11 @@ class ServerVariable(Variable):
         self._aggregation = as_member(VariableAggregation, aggregation, "aggregation")
         self._synchronization, _ = resolve(self._requested)
         base = checked_name(name)
+        if compress is not None:
+            raise ConfigError(
+                f"variable {base!r}: leave out compress=, because the value is on servers, and "
+                "each worker's pushes travel as they are"
+            )
         checked = None if dtype is None else checked_dtype(dtype)
         self._trainable = checked_trainable(trainable, usual=True)
         lengths, by_shards = checked_shape(base, shape), takes_shard_info(initial_value)
@@ -198,6 +205,17 @@ class ServerVariable(Variable):
             f"<sv.{name} {self._name!r} on servers shape={self._shape} dtype={self._dtype.name} "
             f"shards={self.num_shards}>"
         )
+
+    def _repr_html_(self) -> str:
+        kind = "ShardedVariable" if self.num_shards > 1 else "Variable"
+        rows = [
+            ("stored", "on servers"),
+            ("aggregation", self._requested.name),
+            ("dtype", self._dtype.name),
+            ("shape", self._shape),
+            ("shards", self.num_shards),
+        ]
+        return html_table(f"sv.{kind} {self._name}", rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ServerVariable:
         with self._owner.scope():

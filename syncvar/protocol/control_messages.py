@@ -41,7 +41,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "wait_report": {
         **_of(int, "group call ordinal fingerprint"),
         **_of(str, "description site"),
-        **_of(bool, "mismatch has_active_threads"),
+        **_of(bool, "mismatch is_awaited has_active_threads"),
         **_of(_Ranks, "members awaiting"),
         # (rank, group, call), flattened: one of these calls ends the wait; empty if all ranks must
         "alternatives": list[int],
@@ -57,8 +57,32 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         "missing": _Ranks,
     },
     "process_failure": _of(str, "reason failure_kind"),
+    # head of a host, after its probe: (host, host, nanoseconds, bytes per ms) of pairs, flattened
+    "host_rates": {"rates": list[int], "path": str},
     "status": {**_of(str, "last_call stack"), "age_s": float, "is_finished": bool},
+    # answer to "observe"; see `protocol.observer`
+    "observation": {
+        **_of(int, "number received_ns answered_ns window_ns counted made steps"),
+        **_of(str, "boot last_call"),
+        "is_in_call": bool,
+        "age_s": float,
+        # (group, call, began, ended, waited) by this rank's clock, flattened; see `CallTimes`
+        "calls": list[int],
+        "groups": dict[int, list[int]],  # members of these groups
+        "kind_texts": list[str],  # (call, variable, path), flattened
+        "kind_numbers": list[int],  # (calls, bytes, nanoseconds) of each kind, flattened
+        "sent": _Counts,  # bytes sent over links, by peer
+    },
     "leave": {"entered": _Counts, **_of(list[int], "skipped sent"), "sites": _Texts},
+    # worker of an elastic job -> launcher; see `protocol.elastic_membership`
+    "enroll": {**_of(int, "heard holds incarnation"), "job": str},
+    "leaving": {},
+    # launcher -> worker of an elastic job
+    "assignment": _of(
+        int, "generation rank world_size local_rank local_world_size host_index host_count"
+    ),
+    "membership_change": {},
+    "dismissal": {},
     # server -> launcher
     "serve": {
         **_of(int, "server generation host_index pid"),
@@ -74,7 +98,10 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         "generation": int,
         **_of(_Texts, "addresses hosts without_shm"),
         "host_indices": _Counts,
+        "probes": bool,  # whether the heads of the hosts measure, and all wait for "host_network"
+        "rates": list[int],  # as in "host_rates", if they are known
     },
+    "host_network": {"rates": list[int]},
     "refused": {**_of(str, "error reason"), "missing": _Ranks},
     "abort": {
         **_of(int, "rank group call"),
@@ -83,6 +110,8 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         "status": list[int],  # exit code, or minus the signal; empty if unknown
     },
     "ping": {},
+    # The offset of the rank's clock from the launcher's, and its error (-1: unknown)
+    "observe": _of(int, "number offset_ns error_ns"),
     "leave_notice": {"rank": int, "entered": _Counts, "skipped": list[int]},
     "decision": {
         **_of(int, "group call last_call"),

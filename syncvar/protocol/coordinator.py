@@ -9,21 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.errors import WireError
+from syncvar.core.process_ids import RANKS, ProcessNames
 from syncvar.protocol.control_messages import Message, pack_message
 from syncvar.protocol.deadlock_detector import (
     DeadlockReport,
     Stalls,
     WaitReport,
+    WaitReports,
     find_deadlock,
     find_mismatch,
 )
-from syncvar.protocol.membership import Handshake, Member
+from syncvar.protocol.membership import Handshake, Member, NetworkSurvey
+from syncvar.protocol.observer import straggler_text
 from syncvar.protocol.unreceived_messages import UnreceivedMessages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.protocol.observer import Observer
 
 
 class SendMessage(NamedTuple):
@@ -37,7 +41,7 @@ class ShowMessage(NamedTuple):
     """Text for the user."""
 
     text: str
-    is_stall: bool = False  # whether it is about a stalled call
+    kind: str = "notice"  # "stall" for a stalled call, "straggler" for a rank that others wait for
     absent: tuple[int, ...] = ()  # ranks that have not joined and that others wait for
 
 
@@ -60,12 +64,22 @@ Action = SendMessage | ShowMessage | AbortJob | Unresponsive
 
 
 class Coordinator:
-    """State of one version of the membership of the job with this random identity."""
+    """State of one version of the membership of the job with this random identity.
+
+    `observer` asks the ranks for their calls; without one nobody does. `names` is what sentences
+    for the user call the ranks.
+    """
 
     def __init__(
-        self, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0
+        self,
+        world_size: int,
+        job_id: str,
+        config: RuntimeConfig,
+        generation: int = 0,
+        observer: Observer | None = None,
+        names: ProcessNames = RANKS,
     ) -> None:
-        self.world_size = world_size
+        self.world_size, self._names = world_size, names
         self.job_id = job_id
         self.config = config
         self.handshake = self._new_handshake(generation)
@@ -75,14 +89,18 @@ class Coordinator:
         # Ranks whose failure another rank has reported, perhaps before the launcher notices it.
         self.lost: set[int] = set()
         self.broken_by: tuple[int, str] | None = None
-        self._reports: dict[tuple[int, int, int], WaitReport] = {}
-        self.stalls = Stalls(config.stall_warning_s)
+        self._reports = WaitReports()
+        self.stalls = Stalls(config.stall_warning_s, names)
+        self.observer = observer
+        self.network = NetworkSurvey()
         self._unreceived = UnreceivedMessages()
         self.has_warned = False
         self._handlers: dict[str, Callable[[int, Message, float], list[Action]]] = {
             "wait_report": self._wait_report,
             "wait_end": self._wait_end,
+            "host_rates": self._host_rates,
             "status": self._status,
+            "observation": self._observation,
             "reject_call": self._reject_call,
             "abort_step": self._abort_step,
             "process_failure": self._process_failure,  # only if no launcher observes the process
@@ -126,16 +144,17 @@ class Coordinator:
             self._unreceived = UnreceivedMessages()
             self.lost.clear()
             self.broken_by = None
-            self._reports.clear()
+            self._reports = WaitReports()
             self.stalls = Stalls(self.config.stall_warning_s)
         actions: list[Action] = [ShowMessage(warning)] if warning and not self.has_warned else []
         self.has_warned = True  # later handshakes of the same ranks would only repeat the warning
         # The addresses of the others depend only on the host of the rank that receives them.
         by_host: dict[int, bytes] = {}
+        survey = self.network.begin(self.handshake.members, now)
         for rank in range(self.world_size):
             member = self.handshake.members[rank]
             if member.host_index not in by_host:
-                by_host[member.host_index] = self._members_data(member)
+                by_host[member.host_index] = self._members_data(member, *survey)
             actions.append(SendMessage(rank, by_host[member.host_index]))
         for rank, reason in self.failed_ranks.items():
             actions += self._send_to_others(rank, self._lost_data(rank, reason))
@@ -163,7 +182,7 @@ class Coordinator:
         del now
         if rank in self.failed_ranks:
             return []
-        self._drop_reports(rank)
+        self._reports.drop(rank)
         self.failed_ranks[rank] = reason
         data = self._lost_data(rank, reason, status, kind)
         others = sorted(self.next_handshake.members)
@@ -196,27 +215,51 @@ class Coordinator:
                 actions.append(ShowMessage(sentence, absent=tuple(handshake.missing())))
             if failure:
                 actions += self._rendezvous_failed(handshake, failure)
-        if self._reports:
-            actions += self._judge(now)
-        due = self.stalls.tick(list(self._reports.values()), now, self._may_answer)
-        actions += [ShowMessage(sentence, is_stall=True) for sentence in due.sentences]
+        actions += self._judge(now)
+        if self.network.is_late(now):
+            actions += self._network_data()
+        reports = [] if self._is_broken else self._reports.live()
+        due = self.stalls.tick(reports, now, self._may_answer)
+        actions += [ShowMessage(sentence, "stall") for sentence in due.sentences]
         actions += self._send(due.ask, pack_message("ping"))
         actions += [Unresponsive(rank, seconds) for rank, seconds in due.silent]
+        if self.observer is not None:
+            actions += self._observe(self.observer, now)
+        return actions
+
+    def _observe(self, observer: Observer, now: float) -> list[Action]:
+        """Return the questions of the observer, and a sentence about a rank that has got late."""
+        # While ranks join, an answer would come from the middle of the handshake.
+        is_ready = self.handshake.is_complete and not self.network.is_pending
+        joined = self.handshake.members if is_ready else ()
+        able = [rank for rank in joined if self._may_answer(rank)]
+        actions: list[Action] = [
+            SendMessage(rank, pack_message("observe", **fields))
+            for rank, fields in observer.due(able, now).items()
+        ]
+        straggler = observer.take_straggler(now)
+        if straggler is not None:
+            text = straggler_text(straggler, self.host(straggler.rank), self._names)
+            actions.append(ShowMessage(text, "straggler"))
         return actions
 
     # -- state of a rank ---------------------------------------------------------------------------
 
     def position(self, rank: int) -> str:
         """Return the last known state of a rank, for the failure report."""
-        for (reporter, _, _), report in self._reports.items():
-            if reporter == rank:
-                return f"waiting in {report.describe()}"
+        wait = self.wait_of(rank)
+        if wait is not None:
+            return f"waiting in {wait.describe()}"
         if rank in self.left:
             return "finished"
         if rank not in self.handshake.members:
             return "not joined yet"
         silence = self.stalls.silence(rank)
         return "not waiting in any call" + (f"; {silence}" if silence else "")
+
+    def wait_of(self, rank: int) -> WaitReport | None:
+        """Return the report of a rank that waits in a call; None if it has sent none."""
+        return next((one for one in self._reports.live() if one.rank == rank), None)
 
     def host(self, rank: int) -> str:
         """Return the host name of a rank that has joined, else an empty text."""
@@ -243,24 +286,38 @@ class Coordinator:
             has_active_threads=message["has_active_threads"],
             entered=message["entered"],
             alternatives=tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=False)),
+            is_awaited=message["is_awaited"],
         )
-        self._reports[rank, report.group, report.call] = report
+        self._reports.add(report)
         return self._judge(now)
 
     def _wait_end(self, rank: int, message: Message, _now: float) -> list[Action]:
-        self._reports.pop((rank, message["group"], message["call"]), None)
+        self._reports.end(rank, message["group"], message["call"])
         return []
+
+    def _host_rates(self, rank: int, message: Message, _now: float) -> list[Action]:
+        return self._network_data() if self.network.report(rank, message) else []
+
+    def _network_data(self) -> list[Action]:
+        data = pack_message("host_network", rates=self.network.rates())
+        return self._send(self.handshake.members, data)
 
     def _status(self, rank: int, message: Message, now: float) -> list[Action]:
         self.stalls.record_answer(rank, message, now)
         return []
 
+    def _observation(self, rank: int, message: Message, now: float) -> list[Action]:
+        if self.observer is not None:
+            self.observer.record(rank, message, now)
+        return []
+
     def _reject_call(self, rank: int, message: Message, _now: float) -> list[Action]:
         group, call = message["group"], message["call"]
         table = {rank: f"{message['description']}: {message['reason']}"}
-        for (other, other_group, other_call), report in self._reports.items():
-            if (other_group, other_call) == (group, call):
-                table[other] = report.describe()
+        for report in self._reports.live():
+            if (report.group, report.call) == (group, call):
+                table[report.rank] = report.describe()
+        self._reports.decide(group, call, call)
         data = pack_message(
             "decision",
             group=group,
@@ -274,11 +331,13 @@ class Coordinator:
         return self._send(message["members"], data, but=rank)
 
     def _abort_step(self, rank: int, message: Message, _now: float) -> list[Action]:
+        group, first, last = message["group"], message["call"] + 1, message["last_call"]
+        self._reports.decide(group, first, last)
         data = pack_message(
             "decision",
-            group=message["group"],
-            call=message["call"] + 1,
-            last_call=message["last_call"],
+            group=group,
+            call=first,
+            last_call=last,
             text=f"rank {rank} {message['reason']}",
             table={rank: message["reason"]},
             has_waiting_ranks=False,
@@ -290,7 +349,7 @@ class Coordinator:
         return self.ended(rank, message["reason"], now, kind=message["failure_kind"])
 
     def _group_failure(self, rank: int, message: Message, _now: float) -> list[Action]:
-        self._drop_reports(rank)
+        self._reports.drop(rank)
         reason = message["reason"]
         if self.broken_by is None:
             self.broken_by = (rank, reason)
@@ -306,7 +365,7 @@ class Coordinator:
         return actions
 
     def _leave(self, rank: int, message: Message, _now: float) -> list[Action]:
-        self._drop_reports(rank)
+        self._reports.leave(rank, message["entered"], message["skipped"])
         self.left[rank] = message["entered"]
         texts = self._unreceived.leave(rank, message["entered"], message["sent"], message["sites"])
         counts = {name: message[name] for name in ("entered", "skipped")}
@@ -315,10 +374,17 @@ class Coordinator:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    @property
+    def _is_broken(self) -> bool:
+        """Whether all calls of this membership end with an error: reports are out of date."""
+        return bool(self.failed_ranks or self.lost or self.broken_by)
+
     def _judge(self, now: float) -> list[Action]:
-        reports = list(self._reports.values())
+        reports = [] if self._is_broken else self._reports.live()
+        if not reports:
+            return []
         findings = find_mismatch(reports, now) or find_deadlock(reports)
-        waiting = set(self._reports)
+        waiting = {(report.rank, report.group, report.call) for report in reports}
         actions = [(finding, action) for finding in findings for action in self._announce(finding)]
         # A rank that waits in a refused call continues when it gets its message. Send that one
         # last: the rank must first know of the other refused calls.
@@ -331,8 +397,7 @@ class Coordinator:
         return [action for _, action in actions]
 
     def _announce(self, finding: DeadlockReport) -> list[Action]:
-        for key in [key for key in self._reports if key[1:] == (finding.group, finding.call)]:
-            del self._reports[key]
+        self._reports.decide(finding.group, finding.call, finding.call)
         data = pack_message(
             "decision",
             group=finding.group,
@@ -350,7 +415,7 @@ class Coordinator:
         is_over = rank in self.left or rank in self.failed_ranks
         return rank in self.handshake.members and not is_over
 
-    def _members_data(self, receiver: Member) -> bytes:
+    def _members_data(self, receiver: Member, probes: bool, rates: list[int]) -> bytes:  # noqa: FBT001
         members = self.handshake.members.items()
         return pack_message(
             "members",
@@ -359,11 +424,13 @@ class Coordinator:
             hosts={rank: one.host for rank, one in members},
             host_indices={rank: one.host_index for rank, one in members},
             without_shm={rank: one.about["shm"] for rank, one in members if one.about.get("shm")},
+            probes=probes,
+            rates=rates,
         )
 
     def _new_handshake(self, generation: int) -> Handshake:
         limits = self.config.rendezvous_timeout_s, self.config.missing_report_s
-        return Handshake(self.world_size, generation, *limits)
+        return Handshake(self.world_size, generation, *limits, names=self._names)
 
     def _rendezvous_failed(self, handshake: Handshake, reason: str) -> list[Action]:
         missing = handshake.missing()
@@ -391,7 +458,3 @@ class Coordinator:
     def _send(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
         receivers = [rank for rank in sorted(ranks) if rank != but and self._may_answer(rank)]
         return [SendMessage(rank, data) for rank in receivers]
-
-    def _drop_reports(self, rank: int) -> None:
-        for key in [key for key in self._reports if key[0] == rank]:
-            del self._reports[key]

@@ -9,17 +9,22 @@ says that no rank finishes a call before all ranks of the group enter it.
   form a cycle of ranks with no other active thread, none of them ever moves again. Reports may be
   of different times: a rank that has reported stays blocked until the next rank enters its call.
   A rank that waits for a message from any source waits for one of several ranks. It is part of a
-  deadlock if all of them are.
+  deadlock if all of them are. A rank whose threads wait in several calls moves if one of them ends.
+
+A call can also end with an error, although not all ranks have entered it. `WaitReports` knows which
+calls do so, and such a rank can move from then on.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.process_ids import rank_list
+from syncvar.core.process_ids import RANKS, ProcessNames, process_name, rank_list
+from syncvar.protocol.unreceived_messages import ENTERED_MAX, SkippedBlocks, is_left_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from syncvar.protocol.control_messages import Message
 
@@ -37,6 +42,8 @@ _TEXT_MAX = 400
 _WARN_AT = (1, 6, 30)
 # Each rank has a thread that answers, so a longer silence means that Python does not run there.
 _ANSWER_S = 1.0
+# Decisions whose calls a rank may still report: it sent the report before it knew the decision.
+_DECISIONS_MAX = 256
 
 _Key = tuple[int, int]
 
@@ -61,6 +68,7 @@ class WaitReport(NamedTuple):
     # (rank, group, call): one of these calls ends the wait, for instance a send. Empty: all ranks
     # of the group have to enter the call.
     alternatives: tuple[tuple[int, int, int], ...] = ()
+    is_awaited: bool = True  # whether a thread of the rank waits in the call
 
     def describe(self) -> str:
         """Return the call with its number and its place in the program."""
@@ -76,6 +84,86 @@ class DeadlockReport(NamedTuple):
     text: str  # reason, as a sentence
     table: dict[int, str]  # state of each rank
     is_deadlock: bool = False  # whether each rank of the table waits for the next one
+
+
+class WaitReports:
+    """The reports of the waiting ranks of one version of the membership.
+
+    A decision, or a rank that leaves, ends calls with an error. A rank may report such a call, or
+    end it, long after the coordinator knows that. So its report does not count, and the rank counts
+    as active until it sends "wait_end".
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[tuple[int, int, int], WaitReport] = {}
+        self._failing: set[tuple[int, int, int]] = set()
+        self._decisions: deque[tuple[int, int, int]] = deque(maxlen=_DECISIONS_MAX)
+        self._left: dict[int, tuple[Mapping[int, int], SkippedBlocks]] = {}
+
+    def live(self) -> list[WaitReport]:
+        """Return the reports of calls that may still succeed."""
+        movable = {rank for rank, _, _ in self._failing}
+        return [
+            one._replace(has_active_threads=True) if one.rank in movable else one
+            for key, one in self._reports.items()
+            if key not in self._failing
+        ]
+
+    def add(self, report: WaitReport) -> None:
+        """Record a report. It is the latest news of all threads of its rank."""
+        key = report.rank, report.group, report.call
+        self._reports.pop(key, None)  # keep the latest report of a rank last
+        self._reports[key] = report
+        self._set_activity(report.rank, is_active=report.has_active_threads)
+        self._failing.discard(key)
+        if any(_is_in(key, decision) for decision in self._decisions) or any(
+            _is_left_by(rank, report, *left) for rank, left in self._left.items()
+        ):
+            self._failing.add(key)
+
+    def end(self, rank: int, group: int, call: int) -> None:
+        """Record that a rank has ended a call: the thread that waited there may make others."""
+        key = rank, group, call
+        self._failing.discard(key)
+        if self._reports.pop(key, None) is not None:
+            self._set_activity(rank, is_active=True)
+
+    def decide(self, group: int, first: int, last: int) -> None:
+        """Record a decision: the first to the last of these calls of a group end with an error."""
+        decision = group, first, last
+        self._decisions.append(decision)
+        self._failing |= {key for key in self._reports if _is_in(key, decision)}
+
+    def leave(self, rank: int, entered: Mapping[int, int], skipped: list[int]) -> None:
+        """Record that a rank has left: calls that it has not entered end with an error."""
+        self.drop(rank)
+        left = self._left[rank] = entered, SkippedBlocks(skipped)
+        self._failing |= {
+            key for key, one in self._reports.items() if _is_left_by(rank, one, *left)
+        }
+
+    def drop(self, rank: int) -> None:
+        """Forget the reports of a rank."""
+        for key in [key for key in self._reports if key[0] == rank]:
+            del self._reports[key]
+            self._failing.discard(key)
+
+    def _set_activity(self, rank: int, *, is_active: bool) -> None:
+        for key, one in self._reports.items():
+            if key[0] == rank and one.has_active_threads != is_active:
+                self._reports[key] = one._replace(has_active_threads=is_active)
+
+
+def _is_in(key: tuple[int, int, int], decision: tuple[int, int, int]) -> bool:
+    group, first, last = decision
+    return key[1] == group and first <= key[2] <= last
+
+
+def _is_left_by(
+    rank: int, report: WaitReport, entered: Mapping[int, int], skipped: SkippedBlocks
+) -> bool:
+    """Return whether a rank left before it entered the call of a report."""
+    return rank in report.members and is_left_out(entered, skipped, report.group, report.call)
 
 
 def _by_call(reports: list[WaitReport]) -> dict[tuple[int, int], list[WaitReport]]:
@@ -109,66 +197,105 @@ def find_mismatch(
     return found
 
 
+class _StuckWait(NamedTuple):
+    report: WaitReport
+    ranks: list[int]  # stuck ranks that have not entered the call
+
+
+_StuckRanks = dict[int, list[_StuckWait]]
+
+
 def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
     """Return one entry for each call on a cycle of ranks that wait for one another, if any."""
-    waiting: dict[int, WaitReport] = {}
-    movable: set[int] = set()
-    for report in reports:
-        if report.rank in waiting or report.has_active_threads:
-            movable.add(report.rank)
-        waiting[report.rank] = report
-    waiting = {rank: report for rank, report in waiting.items() if rank not in movable}
-    edges = _stuck_edges(waiting)
+    stuck = _stuck_ranks(reports)
+    edges = {rank: [other for one in waits for other in one.ranks] for rank, waits in stuck.items()}
     cycle = _find_cycle(edges)
-    following = {rank: [cycle[(at + 1) % len(cycle)]] for at, rank in enumerate(cycle)}
-    if any(len(waiting[rank].alternatives) > 1 for rank in cycle):
-        following = _reachable(edges, cycle)  # the other alternatives belong to it
+    if any(len(stuck[rank]) > 1 or len(stuck[rank][0].report.alternatives) > 1 for rank in cycle):
+        # The ranks that its other calls wait for, and the other alternatives, belong to it.
+        found = {rank: stuck[rank] for rank in _reachable(edges, cycle)}
+    else:
+        following = [*cycle[1:], *cycle[:1]]
+        found = {
+            rank: [_StuckWait(stuck[rank][0].report, [other])]
+            for rank, other in zip(cycle, following, strict=True)
+        }
     table = {
-        rank: f"waits in {waiting[rank].describe()} for {rank_list(others)}"
-        for rank, others in following.items()
+        rank: "; ".join(
+            f"waits in {one.report.describe()} for {rank_list(one.ranks)}" for one in waits
+        )
+        for rank, waits in found.items()
     }
-    calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in following}
+    waited = [one.report for waits in found.values() for one in waits]
+    calls = {(report.group, report.call): report.members for report in waited}
     return [
         DeadlockReport(group, call, members, _DEADLOCK, table, is_deadlock=True)
         for (group, call), members in calls.items()
     ]
 
 
-def _stuck_edges(waiting: dict[int, WaitReport]) -> dict[int, list[int]]:
-    """Return for which ranks each rank waits, of the ranks that can only move if another does."""
-    edges = {rank: _blocking(report, waiting) for rank, report in waiting.items()}
+def _stuck_ranks(reports: list[WaitReport]) -> _StuckRanks:
+    """Return the waits of the ranks that can only move if another of these ranks does."""
+    movable = {report.rank for report in reports if report.has_active_threads}
+    waiting: dict[int, list[WaitReport]] = {}
+    entered: dict[int, dict[int, int]] = {}
+    for report in reports:
+        if report.is_awaited and report.rank not in movable:
+            waiting.setdefault(report.rank, []).append(report)
+            entered[report.rank] = report.entered  # the latest, see `WaitReports.add`
+    found: _StuckRanks = {
+        rank: [_StuckWait(one, _blocking(one, entered)) for one in waits]
+        for rank, waits in waiting.items()
+    }
     size = -1
-    while len(edges) != size:
-        size = len(edges)
-        edges = {
-            rank: stuck
-            for rank, others in edges.items()
-            if (stuck := [other for other in others if other in edges])
-            and len(stuck) >= len(waiting[rank].alternatives)
+    while len(found) != size:
+        size = len(found)
+        found = {
+            rank: [
+                _StuckWait(one.report, [other for other in one.ranks if other in found])
+                for one in waits
+            ]
+            for rank, waits in found.items()
         }
-    return edges
+        found = {
+            rank: waits
+            for rank, waits in found.items()
+            if all(len(one.ranks) >= max(1, len(one.report.alternatives)) for one in waits)
+        }
+    return found
 
 
-def _blocking(report: WaitReport, waiting: dict[int, WaitReport]) -> list[int]:
-    """Return the waiting ranks that have not entered a call that a rank waits for."""
+def _blocking(report: WaitReport, entered: dict[int, dict[int, int]]) -> list[int]:
+    """Return the waiting ranks that have not entered a call that a rank waits for.
+
+    `entered` has the last calls of each waiting rank.
+    """
     awaited = report.alternatives or [(rank, report.group, report.call) for rank in report.members]
     return [
         other
         for other, group, call in awaited
-        if other in waiting
-        and other != report.rank
-        and waiting[other].entered.get(group, -1) < call
+        if other != report.rank
+        and other in entered
+        and _has_not_entered(entered[other], group, call)
     ]
 
 
-def _reachable(edges: dict[int, list[int]], start: list[int]) -> dict[int, list[int]]:
-    """Return the edges of all ranks to which edges lead from some ranks."""
-    found: dict[int, list[int]] = {}
+def _has_not_entered(entered: dict[int, int], group: int, call: int) -> bool:
+    """Return whether a rank surely has not entered a call.
+
+    `entered` may lack groups that it used long ago.
+    """
+    last = entered.get(group)
+    return len(entered) < ENTERED_MAX if last is None else last < call
+
+
+def _reachable(edges: dict[int, list[int]], start: list[int]) -> list[int]:
+    """Return all ranks to which edges lead from some ranks."""
+    found: list[int] = []
     ahead = list(start)
     while ahead:
         rank = ahead.pop(0)
         if rank not in found:
-            found[rank] = edges[rank]
+            found.append(rank)
             ahead += edges[rank]
     return found
 
@@ -210,7 +337,9 @@ class Stall(NamedTuple):
     late: list[int]  # ranks that have not entered the call
 
 
-def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[Stall]:
+def find_stalls(
+    reports: list[WaitReport], now: float, after_s: float, names: ProcessNames = RANKS
+) -> list[Stall]:
     """Return each call in which a rank has waited for longer than `after_s` seconds."""
     calls = _by_call(reports)
     groups = {group for group, _ in calls}
@@ -229,7 +358,7 @@ def find_stalls(reports: list[WaitReport], now: float, after_s: float) -> list[S
         late = [rank for rank in ours[0].members if latest.get((rank, group), -1) < call]
         waiting = [report.rank for report in ours]
         others = {rank: first[rank].describe() for rank in late if rank in first}
-        sentence = _stall_sentence(waiting, waited_s, ours[0], late, others)
+        sentence = _stall_sentence(waiting, waited_s, ours[0], late, others, names)
         result.append(Stall((group, call), waited_s, sentence, late))
     return result
 
@@ -240,21 +369,24 @@ def _stall_sentence(
     report: WaitReport,
     late: list[int],
     other_calls: dict[int, str],
+    names: ProcessNames,
 ) -> str:
     """Return which ranks wait in a call, for how long, and for which ranks.
 
     `report` is that of one of them. `other_calls` has the text of the call for each late rank that
     waits in another one.
     """
-    waits = f"{rank_list(waiting)} {_have(waiting)} been waiting {waited_s:.0f} s in "
+    waits = f"{rank_list(waiting, names)} {_have(waiting)} been waiting {waited_s:.0f} s in "
     waits += f"{report.describe()}: "
     if late:
-        waits += f"{rank_list(late)} {_have(late)} not entered it"
+        waits += f"{rank_list(late, names)} {_have(late)} not entered it"
     elif len(report.members) == 1:  # a probe, or a receive from any source
         waits += "no message has come"
     else:
-        waits += "all ranks have entered it, and data are missing"
-    return waits + "".join(f"; rank {rank} waits in {other}" for rank, other in other_calls.items())
+        waits += f"all {names.word}s have entered it, and data are missing"
+    for rank, call in other_calls.items():
+        waits += f"; {process_name(rank, names)} waits in {call}"
+    return waits
 
 
 def _have(ranks: list[int]) -> str:
@@ -278,14 +410,15 @@ class Stalls:
 
     Args:
         after_s: Wait after which a call counts as stalled, in seconds.
+        names: What sentences call the ranks.
 
     Attributes:
         pinged: Unanswered ranks, with the time of the question.
     """
 
-    def __init__(self, after_s: float) -> None:
+    def __init__(self, after_s: float, names: ProcessNames = RANKS) -> None:
         self.pinged: dict[int, float] = {}
-        self._after_s = after_s
+        self._after_s, self._names = after_s, names
         self._warnings: dict[_Key, int] = {}
         self._pending: dict[_Key, tuple[float, list[int]]] = {}
         self._answers: dict[int, tuple[float, str]] = {}
@@ -310,7 +443,8 @@ class Stalls:
     ) -> StallActions:
         """Return the actions that are due at `now`; `may_answer(rank)`: the rank can be asked."""
         actions = StallActions([], [], [])
-        found = {stall.key: stall for stall in find_stalls(reports, now, self._after_s)}
+        stalls = find_stalls(reports, now, self._after_s, self._names)
+        found = {stall.key: stall for stall in stalls}
         for notes in (self._warnings, self._pending):
             for key in notes.keys() - found.keys():
                 del notes[key]
@@ -334,7 +468,7 @@ class Stalls:
                 del self._pending[key]
                 self._warnings[key] = self._warnings.get(key, 0) + 1
                 late = {rank: text for rank, text in answers.items() if rank not in reporting}
-                actions.sentences.append(stall.sentence + _late_ranks_text(late))
+                actions.sentences.append(stall.sentence + _late_ranks_text(late, self._names))
         for rank, since in self.pinged.items():
             if now - since >= _ANSWER_S and rank not in self._silent and may_answer(rank):
                 self._silent[rank] = _NO_THREAD_ANSWERS
@@ -357,10 +491,10 @@ def _last_activity(answer: Message) -> str:
     return text + (f", now {answer['stack'][:_TEXT_MAX]}" if answer["stack"] else "")
 
 
-def _late_ranks_text(activity: dict[int, str]) -> str:
+def _late_ranks_text(activity: dict[int, str], names: ProcessNames) -> str:
     """Return the activity of late ranks; ranks with equal texts share one."""
     groups: dict[str, list[int]] = {}
     for rank, text in activity.items():
         groups.setdefault(text, []).append(rank)
-    texts = [f"; {rank_list(ranks)}: {text}" for text, ranks in groups.items()]
+    texts = [f"; {rank_list(ranks, names)}: {text}" for text, ranks in groups.items()]
     return "".join(texts[:_GROUPS_MAX]) + ("; …" if len(texts) > _GROUPS_MAX else "")

@@ -22,11 +22,12 @@ from typing import NamedTuple
 
 from syncvar.core.errors import WireError
 
-PROTOCOL_VERSION = 3  # of frames and of control messages
+PROTOCOL_VERSION = 6  # of frames and of control messages
 _MAGIC = b"sv"
 _BODY = struct.Struct("<2sBBIIQQIIQQ")
 _CHECKSUM = struct.Struct("<I")
-HEADER_NBYTES = _BODY.size + _CHECKSUM.size
+_WHOLE = struct.Struct(f"{_BODY.format}I")
+HEADER_NBYTES = _WHOLE.size
 
 # Longest frame between workers and servers; between ranks the setting `segment_bytes` holds.
 # An array of 1 MiB fits into one frame, so that the receiver need not copy it.
@@ -54,9 +55,12 @@ class FrameType(IntEnum):
     ASK = 4  # a one-sided read: a question to the receiver's engine, outside the calls
     ANSWER = 5
     WAKE = 6  # wake-up: the sender waits in this call, whose data are in shared memory
+    LANE = 7  # offer of a lane: `call` is its port, or 1 of the rank that connects; 0 refuses it
+    PROBE = 8  # of the probe between hosts: `round` says whether it asks, answers or ends it
 
 
-CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
+_KIND_FIRST, _KIND_LAST = int(min(FrameType)), int(max(FrameType))
+CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER, FrameType.LANE, FrameType.PROBE})
 """Types of frames that have a payload."""
 
 
@@ -87,15 +91,16 @@ def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:
     """Return the fields of a header; WireError if it is wrong or its payload too long."""
     if len(data) != HEADER_NBYTES:
         raise WireError(f"a header has {HEADER_NBYTES} bytes, not {len(data)}")
-    magic, version, kind, *rest = _BODY.unpack_from(data)
+    magic, version, *fields, checksum = _WHOLE.unpack(data)
     if magic != _MAGIC:
         raise WireError(f"not a frame of syncvar: it begins with {magic!r}")
     if version != PROTOCOL_VERSION:
         raise WireError(f"frame of protocol {version}, this process speaks {PROTOCOL_VERSION}")
-    if _CHECKSUM.unpack_from(data, _BODY.size)[0] != zlib.crc32(data[: _BODY.size]):
+    if checksum != zlib.crc32(data[: _BODY.size]):
         raise WireError("the checksum of a header is wrong")
-    if not FrameType.DATA <= kind <= FrameType.WAKE:
-        raise WireError(f"unknown kind of frame {kind}")
-    if kind in CARRIERS and rest[7] > nbytes_max:
-        raise WireError(f"a payload of {rest[7]} bytes exceeds the limit of {nbytes_max}")
-    return Header(kind, *rest)
+    header = Header._make(fields)
+    if not _KIND_FIRST <= header.kind <= _KIND_LAST:
+        raise WireError(f"unknown kind of frame {header.kind}")
+    if header.kind in CARRIERS and header.nbytes > nbytes_max:
+        raise WireError(f"a payload of {header.nbytes} bytes exceeds the limit of {nbytes_max}")
+    return header

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import WireError
-from syncvar.core.process_ids import rank_list
+from syncvar.core.process_ids import RANKS, ProcessNames, process_name, rank_list
 from syncvar.protocol.frame import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class Handshake:
     failed: str = ""
     # Ranks that ended before they joined, each with the way it ended.
     absent: dict[int, str] = field(default_factory=dict)
+    names: ProcessNames = RANKS  # what sentences call the ranks
 
     @property
     def is_complete(self) -> bool:
@@ -198,7 +199,7 @@ class Handshake:
             self.failed = self._missing_forever()
             return "", self.failed
         waited = now - self.began
-        absent = rank_list(self.missing())
+        absent = rank_list(self.missing(), self.names)
         joined = f"{len(self.members)} of {self.world_size}"
         if waited >= self.timeout_s:
             self.failed = (
@@ -222,8 +223,90 @@ class Handshake:
 
     def _missing_forever(self) -> str:
         rank, ending = next(iter(self.absent.items()))
-        others = rank_list(self.members)
-        return f"rank {rank} {ending} without joining, while {others} waited for it"
+        others = rank_list(self.members, self.names)
+        name = process_name(rank, self.names)
+        return f"{name} {ending} without joining, while {others} waited for it"
+
+
+# -- network between the hosts ---------------------------------------------------------------------
+
+NETWORK_WAIT_S = 2.0
+"""Time after which the ranks go on without the numbers of a head that is late, in seconds."""
+
+_PAIRS_MAX = 1000  # of one message
+
+
+@dataclass(slots=True)
+class NetworkSurvey:
+    """Collects what one rank of each host, its head, has measured."""
+
+    # What is known of hosts by their names, from this membership and from those before it.
+    known: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
+    paths: set[str] = field(default_factory=set)  # of the data between hosts, as text
+    is_new: bool = False  # whether nobody has read the numbers of this membership
+    _awaited: set[int] = field(default_factory=set)
+    # (nanoseconds, bytes per millisecond) by pair of hosts
+    _rates: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    _due: float = 0.0
+
+    def begin(self, members: Mapping[int, Member], now: float) -> tuple[bool, list[int]]:
+        """Begin a membership; return whether the heads are to measure, and the known numbers."""
+        heads: dict[int, Member] = {}
+        for rank in sorted(members):
+            heads.setdefault(members[rank].host_index, members[rank])
+        self.hosts = [heads[host].host for host in sorted(heads)]
+        self._rates, self._awaited = {}, set()
+        self.paths = set()
+        if len(heads) < 2 or not all(one.about.get("probes") for one in members.values()):
+            return False, []
+        if len(set(self.hosts)) == len(self.hosts):
+            for first, name in enumerate(self.hosts):
+                for second in range(first + 1, len(self.hosts)):
+                    other = self.hosts[second]
+                    rate = self.known.get((name, other)) or self.known.get((other, name))
+                    if rate is not None:
+                        self._rates[first, second] = rate
+        count = len(self.hosts)
+        if len(self._rates) == count * (count - 1) // 2 <= _PAIRS_MAX:
+            return False, self.rates()
+        self._rates, self._due = {}, now + NETWORK_WAIT_S
+        self._awaited = {one.rank for one in heads.values()}
+        return True, []
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the ranks wait for the numbers."""
+        return bool(self._awaited)
+
+    def report(self, rank: int, message: Mapping[str, Any]) -> bool:
+        """Add the numbers of a head; return whether they were awaited and all are there."""
+        if rank not in self._awaited:
+            return False
+        self._awaited.discard(rank)
+        self.paths.add(message["path"][:_TEXT_MAX])
+        flat, count = message["rates"], len(self.hosts)
+        for first, second, *rate in zip(
+            flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=False
+        ):
+            if 0 <= first < second < count and min(rate) > 0 and len(self._rates) < _PAIRS_MAX:
+                found = self._rates[first, second] = rate[0], rate[1]
+                self.known[self.hosts[first], self.hosts[second]] = found
+        self.is_new = not self._awaited
+        return self.is_new
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the ranks have waited long enough; if so, for nobody any more."""
+        if not self._awaited or now < self._due:
+            return False
+        self._awaited.clear()
+        self.is_new = True
+        return True
+
+    def rates(self) -> list[int]:
+        """Return (host, host, nanoseconds, bytes per millisecond) of the pairs, flattened."""
+        found = sorted(self._rates.items())
+        return [number for pair, rate in found for number in (*pair, *rate)]
 
 
 # -- failure detector ------------------------------------------------------------------------------
@@ -255,6 +338,7 @@ class Health:
         if not sign:
             self._silent_since.pop(rank, None)
             self._suspected.discard(rank)
+            self._lost.discard(rank)  # perhaps a new process with this number
             return None
         silence = now - self._silent_since.setdefault(rank, now)
         text = f"silent for {silence:.1f} s: {sign}"

@@ -21,6 +21,7 @@ import msgpack
 
 from syncvar.core.array_types import DTYPE_NAMES, NAMED, dtype_from_index, dtype_index, library_of
 from syncvar.core.errors import ConfigError, WireError
+from syncvar.core.html_table import RankResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -318,6 +319,7 @@ _DATAFRAME_REMEDIES = {
 _UNPACK_ERRORS = (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException)
 _FLAT = frozenset((type(None), bool, int, float, str, bytes))
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_LISTS = frozenset({list, RankResults})
 PLAIN = (*_SCALARS, list, tuple, dict, set, frozenset, *DATETIME_TYPES)
 
 
@@ -461,7 +463,7 @@ def _plain(value: Any, place: str, depth: int) -> Any:  # noqa: C901, PLR0911, P
         return msgpack.ExtType(_BIG_INTEGER, data)
     if depth >= DEPTH_MAX:
         raise ConfigError(f"{place} is nested more than {DEPTH_MAX} deep")
-    if kind is list:
+    if kind in _LISTS:
         return [_plain(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
     if kind is tuple:
         items = [_plain(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]

@@ -1,4 +1,4 @@
-"""Find messages that were sent but never received, when ranks leave the job.
+"""What a rank leaves behind: calls that it never makes, and messages that nobody has received.
 
 Message number k of a (sender, receiver, tag) meets receive number k. Each leaving rank reports its
 counts to the coordinator, and the difference is the number of unreceived messages.
@@ -14,6 +14,26 @@ if TYPE_CHECKING:
 # A leaving rank reports at most so many groups, and streams of sent messages: the latest ones.
 ENTERED_MAX = 4000
 STREAMS_MAX = 1000
+
+
+class SkippedBlocks(dict[int, list[tuple[int, int]]]):
+    """By group, the blocks (last call made, last number) whose remaining calls a rank skipped.
+
+    Args:
+        flat: (group, last call made, last number) of each block, flattened.
+    """
+
+    def __init__(self, flat: list[int]) -> None:
+        super().__init__()
+        for group, last, epoch_end in zip(flat[0::3], flat[1::3], flat[2::3], strict=False):
+            self.setdefault(group, []).append((last, epoch_end))
+
+
+def is_left_out(entered: Mapping[int, int], skipped: SkippedBlocks, group: int, call: int) -> bool:
+    """Return whether a rank with these last calls and skipped blocks left before it made a call."""
+    return call > entered.get(group, -1) or any(
+        last < call <= epoch_end for last, epoch_end in skipped.get(group, ())
+    )
 
 
 class SentCount(NamedTuple):

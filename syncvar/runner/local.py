@@ -25,6 +25,7 @@ from syncvar.bootstrap.worker_entry import command_of, pack_path
 from syncvar.core import exit_status
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError
+from syncvar.core.html_table import RankResults, is_kernel
 from syncvar.protocol.exception_codec import unpack_exception
 from syncvar.protocol.object_codec import may_travel, pack_object, unpack_object
 
@@ -200,11 +201,15 @@ def run(  # noqa: PLR0913  (public signature)
         packed = _launch(call, options) if is_local else _drive(engine, call, options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt from None  # hides the frames of the wait
-    if not pickle:
-        return [unpack_object(one) for one in packed]
-    from syncvar.runner.by_value import unpack_values
+    if pickle:
+        from syncvar.runner.by_value import unpack_values
 
-    return [unpack_values(one, f"the result of rank {rank}") for rank, one in enumerate(packed)]
+        results = [
+            unpack_values(one, f"the result of rank {rank}") for rank, one in enumerate(packed)
+        ]
+    else:
+        results = [unpack_object(one) for one in packed]
+    return RankResults(results) if is_kernel() else results
 
 
 def _count(name: str, value: Any) -> int:
@@ -419,7 +424,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     for pump in pumps:
         pump.start()
     try:
-        code = process.wait()
+        code = _wait_and_show(process) if is_kernel() else process.wait()
     except BaseException:
         process.send_signal(signal.SIGINT)
         try:
@@ -435,6 +440,23 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
             if stream is not None:
                 stream.close()
     return code
+
+
+def _wait_and_show(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the launcher, and show what its ranks do in the notebook."""
+    from syncvar.runner.notebook_view import NotebookView
+
+    view = NotebookView(process.pid)
+    ending = "were interrupted"
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(view.due_s())
+                ending = "finished" if code == 0 else "failed"
+                return code
+            view.refresh()
+    finally:
+        view.finish(ending)
 
 
 def _pump(source: IO[bytes] | None, sink: Any) -> None:

@@ -64,8 +64,8 @@ def make_call(call: bytes, rank: int, folder: Path | None = None) -> bytes:
 def arrive(address: str) -> bytes:
     """Return a packed `EngineSlot`."""
     from syncvar.bootstrap.job_private import base_directory
+    from syncvar.core.host_clock import boot_identity
     from syncvar.runner.engines import EngineSlot, pack
-    from syncvar.runtime.recorder import boot_identity
 
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])

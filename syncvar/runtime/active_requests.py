@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from syncvar.core.errors import DeadlineExceeded, HandshakeError, PeerLost
 from syncvar.core.process_ids import rank_list
+from syncvar.core.stack_dump import current_frames
 from syncvar.protocol.frame import FrameType
 from syncvar.runtime.call_record import call_site
+from syncvar.runtime.call_summary import CallSummary
 from syncvar.runtime.request import RequestState
 from syncvar.runtime.sequence import local_decision
 from syncvar.runtime.state import SKIPPED_CALL
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _LOAN_LOOK_S = 0.0005
 _FOREVER = float("inf")
 _FOLLOWING_LOOK_S = 0.25
+_REPORT_AGAIN_S = 1.0
 
 
 class RunningRequests:
@@ -117,7 +120,7 @@ class RunningRequests:
                 self.retire(request)
             elif request.need != before:
                 self.moved = time.monotonic()
-            if request.mismatch and not request.reported:
+            if request.mismatch and not request.reported and not request.is_over:
                 self._report(request, time.monotonic())
 
     def retire(self, request: Request) -> None:
@@ -130,10 +133,20 @@ class RunningRequests:
                 self._core.shm.quarantine()  # other ranks may still write for this call
         self._flow.go_on(request.group)
         self._flow.use_up(request.unused_frames())
-        if request.reported and self._core.failure is None:
-            self._core.send_control("wait_end", group=request.group, call=request.call)
+        self._end_report(request)
         if request.thread:
             self._core.hand_over()
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """End a request with an error, and retire it."""
+        self._end_report(request)  # first: its thread may go on at once
+        request.fail(error)
+        self.retire(request)
+
+    def _end_report(self, request: Request) -> None:
+        if request.reported and self._core.failure is None:
+            request.reported = False
+            self._core.send_control("wait_end", group=request.group, call=request.call)
 
     # -- deadlines and long waits ------------------------------------------------------------------
 
@@ -153,7 +166,8 @@ class RunningRequests:
                 return now
             is_first = request.group not in groups
             groups.add(request.group)
-            if now >= request.report_at and (is_first or request.thread):
+            is_new = request.reported and request.thread not in (0, request.reported_thread)
+            if is_new or (now >= request.report_at and (is_first or request.thread)):
                 self._report(request, now)
             # If no thread waits, report only the first call of a group: the others cannot end
             # before it, and may be thousands.
@@ -186,21 +200,17 @@ class RunningRequests:
         )
 
     def _report(self, request: Request, now: float) -> None:
-        request.report_at = _FOREVER
-        request.reported = True
-        threads = sum(
-            1
-            for thread in threading.enumerate()
-            if not thread.name.startswith("syncvar-")
-            and not type(thread).__module__.startswith("zmq.")
-        )
-        waiting = len({other.thread for other in self._core.active.values() if other.thread})
-        if request.is_unheard:
+        if not request.reported and request.is_unheard:
             for peer in request.awaiting:
                 if peer not in self._book.left:
                     self._flow.notify_waiting(
                         peer, request.group, request.call, request.fingerprint
                     )
+        request.reported, request.reported_thread = True, request.thread
+        is_active = self._has_active_threads()
+        # Threads that are active now may end without a call.
+        again = is_active and request.thread != 0
+        request.report_at = now + max(_REPORT_AGAIN_S, now - request.started) if again else _FOREVER
         self._core.send_control(
             "wait_report",
             group=request.group,
@@ -214,12 +224,33 @@ class RunningRequests:
             alternatives=list(request.alternatives),
             waited_s=now - request.started,
             mismatch=request.mismatch,
-            has_active_threads=request.thread == 0
-            or threads > waiting
-            or self._core.callbacks.is_busy
-            or any(other.has_listeners for other in self._core.active.values()),
+            is_awaited=request.thread != 0,
+            has_active_threads=is_active,
             entered=self._book.entered(),
         )
+
+    def _has_active_threads(self) -> bool:
+        """Return whether a thread may make calls: it does not wait in a call that is reported."""
+        if self._core.callbacks.is_busy or any(one.has_listeners for one in self.all):
+            return True
+        waiting = {
+            one.thread
+            for one in self._core.active.values()
+            if one.reported and one.thread == one.reported_thread != 0
+        }
+        threads = threading.enumerate()
+        users = [
+            thread
+            for thread in threads
+            if not thread.name.startswith("syncvar-")
+            and not type(thread).__module__.startswith("zmq.")
+        ]
+        # Threads that another library has started, for instance those that run callbacks of JAX. A
+        # simulated rank does not know which of them are its own.
+        is_simulated = self._core.around is not contextlib.nullcontext
+        running = waiting if is_simulated else current_frames().keys()
+        foreign = running - {thread.ident for thread in threads}
+        return len(users) + len(foreign) > len(waiting)
 
 
 VERDICT_GRACE_S = 0.03  # time for a peer to hear the same from the launcher
@@ -229,12 +260,16 @@ _DETAIL_GRACE_S = 0.2  # time for the launcher to explain a silent disconnection
 class Verdicts:
     """What this process knows from others about its calls."""
 
-    def __init__(self, core: Core, started: RunningRequests, questions: GetRequests) -> None:
+    def __init__(
+        self, core: Core, started: RunningRequests, questions: GetRequests, flow: Flow
+    ) -> None:
         self.late: dict[tuple[int, int], float] = {}  # skipped calls of peers: when to report them
         self._core = core
         self._book = core.book
         self._started = started
         self._questions = questions
+        self._flow = flow
+        self._summary = CallSummary(core.recorder)
         # Disconnected peers: reason, and when to believe it.
         self._suspects: dict[int, tuple[str, float]] = {}
         self._cut: dict[int, str] = {}  # disconnected peers that had finished: reason
@@ -252,6 +287,9 @@ class Verdicts:
             self._peer_left(message["rank"], message["entered"], message["skipped"])
         elif kind == "ping":
             self._core.send_control("status", **self._core.recorder.whereabouts())
+        elif kind == "observe":
+            fields = self._summary.fields(message, self._book.entered(), self._flow.nbytes_sent)
+            self._core.send_control("observation", **fields)
 
     def _call(self, request: Request) -> str:
         return self._core.recorder.numbers.text(request.label, request.group, request.call)
@@ -302,9 +340,7 @@ class Verdicts:
         self._core.is_quiet = False
         for request in list(self._core.active.values()):
             if self._book.concerns(decision, request):
-                request.reported = False
-                request.fail(self._book.sentence(decision, request))
-                self._started.retire(request)
+                self._started.fail(request, self._book.sentence(decision, request))
 
     def _peer_left(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
         book = self._book
@@ -314,8 +350,7 @@ class Verdicts:
         self._questions.fail(book.ended(rank, "it answered a question"), rank)
         for request in list(self._core.active.values()):
             if book.is_without(rank, request):
-                request.fail(book.ended(rank, self._call(request)))
-                self._started.retire(request)
+                self._started.fail(request, book.ended(rank, self._call(request)))
 
     # -- lost links --------------------------------------------------------------------------------
 
@@ -360,8 +395,8 @@ class Verdicts:
                     f"{self._cut[peer]}"
                 )
                 host = core.hosts.get(peer, "")
-                request.fail(PeerLost(peer, host, "finished", detail, status=0))
-                self._started.retire(request)
+                lost = PeerLost(peer, host, "finished", detail, status=0)
+                self._started.fail(request, lost)
                 has_failed = True
                 break
         return has_failed

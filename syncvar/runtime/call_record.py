@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DETAIL_MAX = 2000  # characters
 NOWHERE = -1  # group and call of an entry that is no call of a group
+EPOCH_CALLS = 1_000_000  # a block of call numbers; each strategy.run begins and ends one
 _FOLD_AT = 256
 _KINDS_MAX = 4096
 _CLASSES = tuple(16**power for power in range(1, 9))
@@ -64,7 +65,7 @@ class Event(NamedTuple):
     state: str  # "started", "done", "failed", or "noted" for an entry that is no call
     thread: int  # identity of the calling thread
     detail: str  # error text, or details of a noted event
-    # The fields from here to `tag` are those of `CollectiveSpec`; a shape is text, "[2, 3]"
+    # The fields from here to `access` are those of `CollectiveSpec`; a shape is text, "[2, 3]"
     collective: str = ""
     op: str = ""
     dtype: str = ""
@@ -74,6 +75,8 @@ class Event(NamedTuple):
     root: int = -1
     peer: int = -1
     tag: int = -1
+    variable: str = ""
+    access: str = ""
     # The fields from here on are those of `ErrorFields`
     error: str = ""
     is_deadlock: bool = False
@@ -114,12 +117,26 @@ class CallInfo(NamedTuple):
 class PendingRecord:
     """The entry of a call that is still running."""
 
-    __slots__ = ("began", "call", "ended", "error", "info", "nbytes", "state", "thread", "way")
+    __slots__ = (
+        "began",
+        "call",
+        "ended",
+        "error",
+        "info",
+        "nbytes",
+        "place",
+        "state",
+        "thread",
+        "waited",
+        "way",
+    )
 
-    def __init__(self, info: CallInfo, call: int, began: int) -> None:
+    def __init__(self, info: CallInfo, call: int, began: int, place: Any = None) -> None:
         self.info = info
+        self.place = place  # code and instruction of a call that was started earlier
         self.call = call
         self.began = began
+        self.waited = 0  # when a thread began to wait for it; 0 while none has
         self.ended = 0
         self.nbytes = info.nbytes
         self.way = info.path
@@ -149,7 +166,7 @@ def event_of(entry: Any) -> Event:
     """Convert an entry of the ring: a `PendingRecord`, or the tuple that `Recorder.add` takes."""
     info = call_info_of(entry)
     if isinstance(entry, tuple):
-        _, call, began, ended, thread = entry
+        _, call, began, ended, thread = entry[:5]
         nbytes, path, error = info.nbytes, info.path, _NO_ERROR
         times = began, ended, "done", thread
     else:
@@ -184,7 +201,10 @@ def error_text(error: BaseException) -> str:
 
 def call_site(thread: int) -> str:
     """Return file:line and function of a thread's innermost frame outside of syncvar."""
-    frame = _users(_innermost(thread))
+    frame = _innermost(thread)
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back  # it waits for the thread that drives the engine
+    frame = _users(frame)
     if frame is None:
         return "a place unknown"
     path = frame.f_code.co_filename
@@ -201,13 +221,19 @@ def own_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def site_of(code: CodeType, instruction: int) -> str:
-    """Return file:line and function of an instruction."""
+def own_place() -> tuple[CodeType | str, int | None]:
+    """Return code and instruction of the caller's frame outside of syncvar, for `site_of`."""
+    frame = _users(_own_frame())
+    return ("", None) if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def site_of(code: CodeType, instruction: int, path: str = "") -> str:
+    """Return file:line and function of an instruction; `path` replaces the file's."""
     line = next(
         (line for start, end, line in code.co_lines() if start <= instruction < end and line),
         code.co_firstlineno,
     )
-    return f"{code.co_filename}:{line} in {code.co_name}"
+    return f"{path or code.co_filename}:{line} in {code.co_name}"
 
 
 def main_stack() -> list[StackFrame]:
@@ -217,14 +243,18 @@ def main_stack() -> list[StackFrame]:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    while frame is not None:  # copy.deepcopy and JAX call us on behalf of the user
-        module = frame.f_globals.get("__name__", "")
-        ours = module == "copy" or module.startswith(("syncvar.", "jax."))
-        ours = ours or frame.f_code.co_filename in _STARTERS
-        if not ours or module.startswith("syncvar.examples."):
-            return frame
+    while frame is not None and is_ours(frame):
         frame = frame.f_back
-    return None
+    return frame
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Return whether a frame is not one of the user's program."""
+    module = frame.f_globals.get("__name__", "")
+    # copy.deepcopy and JAX call us on behalf of the user.
+    ours = module == "copy" or module.startswith(("syncvar.", "jax."))
+    ours = ours or frame.f_code.co_filename in _STARTERS
+    return ours and not module.startswith("syncvar.examples.")
 
 
 def _innermost(thread: int) -> FrameType | None:
@@ -272,32 +302,77 @@ def size_of(info: CallInfo, nbytes: int) -> int:
     return nbytes * len(info.members) if is_block else nbytes
 
 
-class Totals:
-    """Counts calls as the ring records them; 0.25 us for each persistent call."""
+class CallCounter:
+    """Counts calls as the ring records them; `Recorder.attach` puts it before the ring.
 
-    def __init__(self, append: Callable[[Any], None]) -> None:
-        self._append = append
-        self._cached: dict[int, list[Any]] = {}  # by identity of the CallInfo: [info, calls, ns]
-        self._others: deque[Any] = deque()
+    `_cached` has, for each kind of persistent call, its CallInfo, calls, nanoseconds, and what a
+    subclass adds. `_others` has the other entries, with the same additions.
+    """
+
+    def __init__(self) -> None:
+        self.append: Callable[[Any], None] = _drop  # adds an entry to the ring
+        self._cached: dict[Any, list[Any]] = {}
+        self._others: deque[tuple[Any, ...]] = deque()
         self._fold_at = _FOLD_AT
+
+    def add(self, item: Any) -> None:
+        """Record a call in the ring, and count it."""
+        raise NotImplementedError
+
+    def _new_cell(self, key: Any, info: CallInfo, *more: Any) -> list[Any]:
+        if len(self._cached) >= _KINDS_MAX:
+            self._fold()
+        cell = self._cached[key] = [info, 0, 0, *more]
+        return cell
+
+    def _add_other(self, *entry: Any) -> None:
+        self._others.append(entry)
+        if len(self._others) >= self._fold_at:
+            self._fold()
+
+    def _fold(self) -> None:
+        cached, self._cached = self._cached, {}
+        for info, calls, ns, *more in cached.values():
+            self._count(info, calls, info.nbytes, ns, *more)
+        for _ in range(len(self._others)):
+            other = self._others.popleft()
+            entry, *more = other
+            if entry.state == "started":
+                self._others.append(other)  # still running
+            elif entry.state != "noted":
+                is_done = entry.state == "done"
+                ns = entry.ended - entry.began
+                self._count(entry.info, 1, entry.nbytes, ns, *more, failed=not is_done)
+        # Running ones are not checked again at every call.
+        self._fold_at = _FOLD_AT + 2 * len(self._others)
+
+    def _count(
+        self, info: CallInfo, calls: int, nbytes: int, ns: int, *more: Any, failed: bool = False
+    ) -> None:
+        raise NotImplementedError
+
+
+def _drop(_item: Any) -> None:
+    """Take the entries of a counter that is not attached."""
+
+
+class Totals(CallCounter):
+    """Totals of all calls for `--stats`; 0.25 us for each persistent call."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._rows: dict[tuple[str, int, tuple[int, ...], int], list[int]] = {}
 
     def add(self, item: Any) -> None:
         """Record a call in the ring and in the totals."""
-        self._append(item)
+        self.append(item)
         if type(item) is tuple:
-            info, _, began, ended, _ = item
-            cell = self._cached.get(id(info))
-            if cell is None:
-                if len(self._cached) >= _KINDS_MAX:
-                    self._fold()
-                cell = self._cached[id(info)] = [info, 0, 0]
+            info = item[0]
+            cell = self._cached.get(id(info)) or self._new_cell(id(info), info)
             cell[1] += 1
-            cell[2] += ended - began
+            cell[2] += item[3] - item[2]
         else:
-            self._others.append(item)
-            if len(self._others) >= self._fold_at:
-                self._fold()
+            self._add_other(item)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the totals as plain data."""
@@ -317,27 +392,13 @@ class Totals:
             for (call, group, members, end), (calls, nbytes, ns, failed) in self._rows.items()
         ]
 
-    def _fold(self) -> None:
-        cached, self._cached = self._cached, {}
-        for info, calls, ns in cached.values():
-            self._count(info, calls, info.nbytes, ns)
-        for _ in range(len(self._others)):
-            entry = self._others.popleft()
-            if entry.state == "started":
-                self._others.append(entry)  # still running
-            elif entry.info.members:
-                is_done = entry.state == "done"
-                self._count(
-                    entry.info, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done
-                )
-        # Running ones are not checked again at every call.
-        self._fold_at = _FOLD_AT + 2 * len(self._others)
-
     def _count(
-        self, info: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
+        self, info: CallInfo, calls: int, nbytes: int, ns: int, *_: Any, failed: bool = False
     ) -> None:
+        if not info.members:
+            return
         size = size_of(info, nbytes)
-        key = _row_name(info.spec), info.group, info.members, size_class(max(0, size))
+        key = row_name(info.spec), info.group, info.members, size_class(max(0, size))
         row = self._rows.setdefault(key, [0, 0, 0, 0])
         row[0] += calls
         row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
@@ -345,7 +406,7 @@ class Totals:
         row[3] += failed
 
 
-def _row_name(spec: CollectiveSpec) -> str:
+def row_name(spec: CollectiveSpec | Event) -> str:
     """Return the collective, with its op where calls with different ops differ in cost."""
     name, op = spec.collective, spec.op
     reduces = name == "all_reduce_shards" or _schedules_of(name) is not None

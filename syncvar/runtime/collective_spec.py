@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,6 +47,9 @@ class CollectiveSpec(NamedTuple):
     size: int = -1  # bytes of the whole call, as nccl-tests counts; -1 for those that were moved
     peer: int = -1  # world rank of the other end of a message
     tag: int = -1
+    # Name of the variable that the call is about, or names of several (`names_text`); else empty
+    variable: str = ""
+    access: str = ""  # short name of such a call, for instance "assign"
     step: int = 0  # step of an optimizer; compared too
     # Whether ranks compare dtype and shape here, and not in the call itself
     is_uniform: bool = True
@@ -62,6 +65,12 @@ class CollectiveSpec(NamedTuple):
         fields = self[: _UNIFORM if self.is_uniform else _RAGGED]
         # The hash is without the step: a hash for each step would push others out of the cache.
         return (fingerprint(*fields) + self.step * _STEP_SPREAD) & _MASK
+
+    @property
+    def kind(self) -> str:
+        """The collective or the access with the op, for tables that have a column for variables."""
+        name, op = self.access or self.collective, self.op
+        return f"{name}({op})" if op.isalpha() and op.islower() else name
 
     @property
     def label(self) -> str:
@@ -105,6 +114,17 @@ class CollectiveSpec(NamedTuple):
 
 
 _UNIFORM, _RAGGED = map(CollectiveSpec._fields.index, ("elements", "dtype"))
+
+
+def names_text(names: Sequence[str]) -> str:
+    """Return the names of a call's variables as `CollectiveSpec.variable` has them.
+
+    Example:
+        >>> names_text(["w"]), names_text(["w", "b"]), names_text(["w", "b", "c", "d"])
+        ('w', 'w, b', 'w, b and 2 more')
+    """
+    shown = ", ".join(names[:2])
+    return f"{shown} and {len(names) - 2} more" if len(names) > 2 else shown
 
 
 def spec_of(name: str | CollectiveSpec) -> CollectiveSpec:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Self
 
 from syncvar._native import CommunicatorState, note_change
 from syncvar.core.errors import ConfigError, MismatchError, UsageError, error_line
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.call_record import CallInfo, own_site
+from syncvar.runtime.call_record import EPOCH_CALLS, CallInfo, own_site
 from syncvar.runtime.collective_spec import CollectiveSpec, spec_of
 from syncvar.runtime.link_exchange import LinkExchange, NullSink
 from syncvar.runtime.planner import Planner
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     Persistent = Callable[..., NDArray[Any] | None]
 
 _PERSISTENT_MAX = 2048
-_EPOCH_CALLS = 10**6
 
 
 class CheckedCall:
@@ -47,6 +46,11 @@ class CheckedCall:
 
     def __init__(self, spec: CollectiveSpec) -> None:
         self.spec = spec
+
+    def about(self, variable: str, access: str) -> Self:
+        """Return this call with the name of the variable that it is about, and of the access."""
+        self.spec = self.spec._replace(variable=variable, access=access)
+        return self
 
     def stages(self) -> Generator[Stage, None, Any]:
         """Return the stages, which end with the result of the call."""
@@ -72,11 +76,13 @@ class MessageCall(CheckedCall):
 
 def _end_of(number: int) -> int:
     """Return the end of the block of call numbers that `number` is in, or has just completed."""
-    return -(-number // _EPOCH_CALLS) * _EPOCH_CALLS - 1
+    return -(-number // EPOCH_CALLS) * EPOCH_CALLS - 1
 
 
-def begin_epochs(communicators: Sequence[Communicator]) -> None:
+def begin_epochs(communicators: Sequence[Communicator], *, is_run: bool) -> None:
     """Begin a new block of call numbers in groups of one process, at both ends of `strategy.run`.
+
+    `is_run`: the block is that of `strategy.run`, and not what comes after it.
 
     Blocks are counted, not derived from the calls made. So ranks that left an earlier block at
     different calls have the same number again. A peer may still wait in a call of the old block
@@ -87,8 +93,9 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
         following, end = one.next_call, one.block_end
         if following > end:
             end = _end_of(following)
-        one.next_call, one.block_end = end + 1, end + _EPOCH_CALLS
-        one.recorder.numbers.skip(one.identity, following, end + 1)
+        # The progress thread counts the calls at any moment: so the gap comes first.
+        one.recorder.numbers.skip(one.identity, following, end + 1, is_run=is_run)
+        one.next_call, one.block_end = end + 1, end + EPOCH_CALLS
         engine = one.engine
         if engine is None:
             continue
@@ -161,7 +168,7 @@ class Communicator(CommunicatorState):
         self.recorder = recorder
         self.frame_sink: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
-        self.block_end = _EPOCH_CALLS - 1  # last number of the current block of calls
+        self.block_end = EPOCH_CALLS - 1  # last number of the current block of calls
         self.ended: EpochRange | None = None  # the block that ended last
         self.busy = threading.Lock()
         self.channel = channel
@@ -214,7 +221,7 @@ class Communicator(CommunicatorState):
     @property
     def epoch(self) -> int:
         """Number of the block of calls; equal on ranks that have begun and ended the same runs."""
-        return self.block_end // _EPOCH_CALLS
+        return self.block_end // EPOCH_CALLS
 
     @property
     def is_destroyed(self) -> bool:
@@ -283,6 +290,9 @@ class Communicator(CommunicatorState):
 
     def become(self, other: Communicator) -> None:
         """Swap contents with another communicator: holders of this one make its calls then."""
+        for one in (self, other):  # the progress thread may look at any moment
+            if one.engine is not None and one.channel is not None:
+                one.engine.book.note(one.identity, one.next_call)
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
         self.next_call, other.next_call = other.next_call, self.next_call
         note_change()
@@ -317,7 +327,6 @@ class Communicator(CommunicatorState):
         engine = self.engine
         with self.busy:
             call = self.next_call
-            self.next_call = call + 1
             try:
                 allowed = None if timeout is None else checked_timeout(timeout)
                 if after_queued and engine is not None:
@@ -325,9 +334,12 @@ class Communicator(CommunicatorState):
                         listener(self.identity, str(name))
                     if engine.queues:
                         send_queued(engine.queues)
+                # Not before: while this rank sends deferred writes, it has not entered the call.
+                self.next_call = call + 1
                 with quiet():
                     checked = make_checked()
             except Exception as error:
+                self.next_call = call + 1
                 self._refuse(name, call, error)
                 raise
             request = self.request_of(call, checked)
@@ -409,7 +421,7 @@ class Communicator(CommunicatorState):
 
     def begin_epoch(self) -> None:
         """Begin a new block of call numbers (see `begin_epochs`)."""
-        begin_epochs([self])
+        begin_epochs([self], is_run=True)
 
     def leave_epoch(self, error: BaseException) -> None:
         """End a block, also one of sv.uneven, after an exception, and inform the group at once."""
@@ -423,14 +435,14 @@ class Communicator(CommunicatorState):
                 )
         end = self.block_end if self.next_call <= self.block_end else _end_of(self.next_call)
         self.recorder.numbers.skip(self.identity, self.next_call, end + 1)
-        self.next_call, self.block_end = end + 1, end + _EPOCH_CALLS
+        self.next_call, self.block_end = end + 1, end + EPOCH_CALLS
         if self.engine is not None:
             self.engine.book.announce(self.identity, self.next_call)
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)
         if engine is not None and (self.counter is not None or self.is_shared):
-            engine.book.note(self.identity, self.next_call)
+            engine.book.release(self.identity, self.next_call)
 
     def destroy(self) -> None:
         """Release the group's resources and refuse later calls. Started calls continue."""
@@ -439,7 +451,7 @@ class Communicator(CommunicatorState):
             "sv.new_group or split"
         )
         if self.engine is not None and self.is_shared:
-            self.engine.book.note(self.identity, self.next_call)
+            self.engine.book.release(self.identity, self.next_call)
         self.channel = self.hosts = None
         self.persistent_calls.clear()
         self.plan.forget()

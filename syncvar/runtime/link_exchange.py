@@ -26,6 +26,7 @@ from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
 from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header
 from syncvar.runtime.arithmetic import combine_two
+from syncvar.transports.base import Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _ROUNDS_PER_STAGE = 1 << 24
 _PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
+_SCRATCH_MAX = 4  # pieces of memory that a process keeps
 
 
 def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
@@ -59,12 +61,32 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
     return max(1, min(nbytes_max, piece_nbytes) // itemsize)
 
 
+class ScratchPool:
+    """Memory for payloads that are combined when they have arrived; it stays in the cache."""
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory of this length."""
+        for index, memory in enumerate(self._free):
+            if len(memory) == nbytes:
+                return self._free.pop(index)
+        return np.empty(nbytes, np.uint8).data
+
+    def keep(self, memory: memoryview) -> None:
+        """Use memory again for a later payload."""
+        self._free.append(memory)
+        del self._free[:-_SCRATCH_MAX]
+
+
 class FrameSink(Protocol):
     """Destination of the frames of calls."""
 
     rank: int
     generation: int
     segment_bytes: int
+    scratch: ScratchPool
 
     def post(
         self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None, /
@@ -81,6 +103,9 @@ class NullSink:
     rank = 0
     generation = 0
     segment_bytes = 1 << 20
+
+    def __init__(self) -> None:
+        self.scratch = ScratchPool()
 
     def post(
         self, links: LinkExchange, peer: int, _header: bytes, _payload: memoryview | None
@@ -104,7 +129,9 @@ class LinkExchange:
         "_buffers",
         "_entry",
         "_incoming",
+        "_is_closed",
         "_pending",
+        "_places",
         "_round",
         "_sink",
         "_stage",
@@ -136,6 +163,8 @@ class LinkExchange:
         self._pending: dict[int, int] = {}  # peer -> segments still missing in this round
         self._incoming: dict[int, Incoming] = {}
         self._ahead: dict[int, list[Frame]] = {}
+        self._places: dict[int, Place] = {}  # where payloads of this round arrive, by peer
+        self._is_closed = False
 
     @property
     def is_published(self) -> bool:
@@ -178,6 +207,38 @@ class LinkExchange:
         self._ahead.clear()
         return frames
 
+    def place(self, header: Header) -> Place | None:
+        """Return where the payload of a frame under way belongs; None if it is too early."""
+        source = header.source
+        wanted = self._incoming.get(source)
+        if wanted is None or header.round != self._tag or source not in self._pending:
+            return None
+        start, stop = self._range_of(wanted, header.segment)
+        array = self._buffers[wanted.buffer]
+        if header.nbytes != (stop - start) * array.itemsize:
+            return None
+        if wanted.mode == OVERWRITE:
+            place = Place(array[start:stop].view(np.uint8).data)
+        else:
+            place = Place(self._sink.scratch.take(header.nbytes))
+        self._places[source] = place
+        if self._is_closed:  # by another thread, perhaps since the line before
+            self.close()
+        return place
+
+    def close(self) -> None:
+        """Let no transport write for this call any more; from any thread."""
+        self._is_closed = True
+        for place in list(self._places.values()):
+            place.close()
+
+    def _range_of(self, wanted: Incoming, segment: int) -> tuple[int, int]:
+        """Return where the elements of a part of a chunk begin and end."""
+        count, limit = wanted.stop - wanted.start, self._sink.segment_bytes
+        per_segment = _per_segment(count, self._buffers[wanted.buffer].itemsize, limit)
+        start = wanted.start + segment * per_segment
+        return start, max(start, min(wanted.stop, start + per_segment))
+
     def apply(self, frame: Frame) -> None:
         """Use a frame of this round."""
         label = self._entry.info.spec.label
@@ -191,16 +252,15 @@ class LinkExchange:
             )
         self.has_heard = True
         array = self._buffers[wanted.buffer]
-        count, limit = wanted.stop - wanted.start, self._sink.segment_bytes
-        per_segment = _per_segment(count, array.itemsize, limit)
-        start = wanted.start + header.segment * per_segment
-        stop = min(wanted.stop, start + per_segment)
-        if header.nbytes != max(0, stop - start) * array.itemsize:
+        start, stop = self._range_of(wanted, header.segment)
+        if header.nbytes != (stop - start) * array.itemsize:
             raise InternalError(
                 f"{label}: rank {source} sent {header.nbytes} bytes, not "
                 f"{(stop - start) * array.itemsize}"
             )
-        if header.nbytes:
+        place = self._places.pop(source, None)
+        is_there = place is not None and payload is place.memory
+        if header.nbytes and not (is_there and wanted.mode == OVERWRITE):
             value = np.frombuffer(payload, np.uint8).view(array.dtype)
             target = array[start:stop]
             own = self._buffers[wanted.operand][start:stop]
@@ -210,6 +270,8 @@ class LinkExchange:
                 self._combine(value, own, target)
             else:
                 self._combine(own, value, target)
+            if place is not None and is_there:
+                self._sink.scratch.keep(place.memory)
         if left == 1:
             del self._pending[source]
         else:
@@ -316,12 +378,14 @@ class Flow:
         self.generation = generation
         self.segment_bytes = config.segment_bytes
         self.frames_sent = 0
+        self.nbytes_sent: dict[int, int] = {}  # by peer
         self._transport = transport
         self._window_bytes = config.window_bytes
         self._active = active
         self._numbers = count()
         self._credits: dict[tuple[int, int], _Credit] = {}
         self._owed: dict[tuple[int, int], int] = {}
+        self.scratch = ScratchPool()
         # (group, peer) of released pairs, from any thread.
         self._resting: deque[tuple[int, int]] = deque()
 
@@ -433,6 +497,7 @@ class Flow:
     ) -> None:
         credit.outstanding += nbytes
         self.frames_sent += 1
+        self.nbytes_sent[peer] = self.nbytes_sent.get(peer, 0) + nbytes
         loan = self._transport.send(peer, header, payload, borrow=True)
         if loan is not None and not loan.is_done():
             links.loans.append(loan)

@@ -222,7 +222,7 @@ class P2PChannel:
                 count=self.counter,
                 engine=self._engine,
                 context=self._context,
-                add=stream.recorder.add,
+                add=stream.recorder.add_slot,
                 go_on=self.continue_in_engine,
                 busy=stream.busy,
                 shared=self._engine.under_way,

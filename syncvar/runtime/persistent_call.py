@@ -206,9 +206,16 @@ class PersistentCall:
         return self._request(info, number, began, _rest(steps, arrays), need, arrays.held)
 
     def _request(  # noqa: PLR0913, PLR0917  (the parts of a request)
-        self, info: CallInfo, number: int, began: int, steps: Any, need: int, held: Any = None
+        self,
+        info: CallInfo,
+        number: int,
+        began: int,
+        steps: Any,
+        need: int,
+        held: Any = None,
+        place: Any = None,
     ) -> Request:
-        entry = self.engine.recorder.begin(info, number, began)
+        entry = self.engine.recorder.begin(info, number, began, place)
         request = Request(entry, steps, self.channel, wait=need)
         request.held = held
         return request
@@ -223,14 +230,18 @@ class PersistentCall:
         spec: CollectiveSpec | None,
         suspended: Any,
         native: Any,
+        place: Any = None,
     ) -> Request:
-        """Return the rest of a call that `native` has published, and perhaps begun to run."""
+        """Return the rest of a call that `native` has published, and perhaps begun to run.
+
+        `place` is the code and the instruction of a call that was started earlier.
+        """
         info = self.info_of(spec)
         arrays = self.program.bind_output(x, out, output)
         check = check_of(info.fingerprint, number)
         steps = self.program.resume(check, arrays, suspended, native)
         rest, need = _rest(steps, arrays), self.channel.last
-        return self._request(info, number, began, rest, need, arrays.held)
+        return self._request(info, number, began, rest, need, arrays.held, place)
 
     def continue_in_engine(self, request: Request, began: int, timeout: float | None) -> Any:
         """Wait for the rest of a call in the engine, which enforces the deadline."""
@@ -251,7 +262,8 @@ class PersistentCall:
         instruction: int | None,
     ) -> Request:
         """Let the engine continue the started call that is first in the channel's queue."""
-        request = self.request_of_published(number, began, x, out, output, None, None, None)
+        place = site, instruction
+        request = self.request_of_published(number, began, x, out, output, None, None, None, place)
         request.site = _site_text(site, instruction)
         self.channel.queue.popleft()
         self.engine.start(request, _allowed_s(timeout), began / 1e9)
@@ -358,7 +370,7 @@ class NativeCallSpec:
             "communicator": call.communicator,
             "busy": call.communicator.busy,
             "engine": call.engine,
-            "add": call.engine.recorder.add,
+            "add": call.engine.recorder.add_slot,
             "async_calls": call.engine.async_calls,
             "info": call.info,
             "work": Work,

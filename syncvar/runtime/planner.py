@@ -18,6 +18,7 @@ from syncvar.algorithms.compile_schedule import (
     compile_for_links,
     publications,
 )
+from syncvar.algorithms.cost_model import BY_RULES
 from syncvar.algorithms.hierarchical import COMPOSED, stages
 from syncvar.algorithms.schedule import Buffer, Copy, RecvReduce, ScheduleArgs
 from syncvar.algorithms.selection import choose, suited
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.algorithms.compile_schedule import Take
-    from syncvar.algorithms.hierarchical import StagePart
+    from syncvar.algorithms.hierarchical import HostStages
     from syncvar.algorithms.schedule import Chunk, Schedule
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.instructions import CompiledProgram
@@ -82,12 +83,11 @@ def compile_published(plans: Sequence[Schedule], rank: int, root: int | None = N
 
     Of a reduction by "direct" or "owners" only the algorithm and `ends` stay: `shm_reduce` makes
     its program by `reduce_code`. Other schedules keep their rounds. Without a `root` the schedules
-    are part of a larger call, where only an all-reduce may leave its rounds.
+    are a stage of a larger call, and keep their rounds too.
     """
     mine = plans[rank]
-    reduces = mine.collective == "all_reduce" or root is not None
-    if reduces and folds_vectors(mine.collective, mine.algorithm):
-        ends = ResultPlacement(mine.collective, root or 0)
+    if root is not None and folds_vectors(mine.collective, mine.algorithm):
+        ends = ResultPlacement(mine.collective, root)
         return Published(reduces=True, rounds=(), algorithm=mine.algorithm, ends=ends)
     rounds = publications(plans, rank)
     return Published(reduces=False, rounds=rounds, algorithm=mine.algorithm, codes={})
@@ -135,6 +135,7 @@ class CompiledStages(NamedTuple):
     """The compiled stages of a collective over several hosts."""
 
     stages: tuple[_CompiledStage, ...]  # in order, as many on every rank
+    room: int = 0  # elements behind the collective's buffer that the stages share
     algorithm: str = "hierarchical"  # name for the flight recorder
 
 
@@ -147,6 +148,10 @@ class Planner:
         forced: Algorithms that the job's setting demands, by collective.
         is_shared: Whether all members share memory.
         host_sizes: Ranks on each host of a group that spans several with shared memory; else None.
+
+    Attributes:
+        between: Chooses between the hosts of the group.
+        has_one_rank_per_host: Whether each member is on a host of its own.
     """
 
     def __init__(
@@ -164,6 +169,8 @@ class Planner:
         self._rank = -1 if rank is None else rank
         self._is_shared = is_shared
         self._host_sizes = host_sizes
+        self.between = BY_RULES
+        self.has_one_rank_per_host = False
         self._plans: dict[tuple[Any, ...], LinkSchedule | Published | CompiledStages] = {}
 
     def __call__(
@@ -220,33 +227,55 @@ class Planner:
             collective, self.forced.get(collective), size, even=is_even, reproducible=reproducible
         )
         if wanted is None and self._host_sizes is not None and collective in COMPOSED:
-            parts = stages(
-                collective, self._host_sizes, args, itemsize=itemsize, reproducible=reproducible
+            found = stages(
+                collective,
+                self._host_sizes,
+                args,
+                itemsize=itemsize,
+                reproducible=reproducible,
+                between=self.between,
             )
-            if parts is not None:
-                return _compile_stages(parts, self._members)
-        case = {"shared": self._is_shared, "even": is_even, "reproducible": reproducible}
+            if found is not None:
+                return _compile_stages(found, self._members)
+        case = {"even": is_even, "reproducible": reproducible}
+        if wanted is None and self.has_one_rank_per_host:
+            return self._compile_between_hosts(collective, total * itemsize, args, case)
+        case["shared"] = self._is_shared
         chosen = choose(collective, total * itemsize, size, forced=wanted, **case).algorithm
         if self._is_shared:
             schedules = build_all(collective, chosen, size, root=root, **sizes)
             return compile_published(schedules, rank, root)
         return compile_for_links(build(collective, chosen, args), self._members)
 
+    def _compile_between_hosts(
+        self, collective: str, nbytes: int, args: ScheduleArgs, case: Mapping[str, bool]
+    ) -> LinkSchedule:
+        """Compile the schedule of a group that has one member on each host."""
+        choice = self.between.choose(collective, nbytes, self._size, root=args.root, **case)
+        order = choice.order
+        args = args._replace(rank=order.index(args.rank), root=order.index(args.root))
+        members = [self._members[host] for host in order]
+        return compile_for_links(build(collective, choice.algorithm, args), members)
 
-def _compile_stages(parts: Sequence[StagePart], members: Sequence[int]) -> CompiledStages:
+
+def _compile_stages(found: HostStages, members: Sequence[int]) -> CompiledStages:
     """Compile the stages of this rank; `members` are the world ranks of the group."""
     compiled = []
-    for part in parts:
+    on_host: dict[int, Published] = {}  # by identity of the schedules; stages may share them
+    for part in found.parts:
         plan: LinkSchedule | Published | None = None
         if part.plan is not None and part.on_host:
-            plan = compile_published(part.plans, part.plan.rank)
+            key = id(part.plans)
+            if key not in on_host:
+                on_host[key] = compile_published(part.plans, part.plan.rank)
+            plan = on_host[key]
         elif part.plan is not None:
             plan = compile_for_links(part.plan, [members[rank] for rank in part.members])
         elif not part.on_host:
             # stages between hosts are numbered in frames, so idle ranks count them too
             plan = _IDLE
         compiled.append(_CompiledStage(part.chunk.start, part.chunk.stop, plan))
-    return CompiledStages(tuple(compiled))
+    return CompiledStages(tuple(compiled), found.room)
 
 
 def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: int = 0) -> Program:

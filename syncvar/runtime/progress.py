@@ -22,7 +22,6 @@ from syncvar.protocol.unreceived_messages import pack_counts
 from syncvar.runtime.active_requests import VERDICT_GRACE_S, RunningRequests, Verdicts
 from syncvar.runtime.arithmetic import gil_monitor
 from syncvar.runtime.call_record import CallInfo
-from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.runtime.link_exchange import Flow
 from syncvar.runtime.p2p_requests import Answer, GetRequest, GetRequests, SentMessages
 from syncvar.runtime.state import Awaited, Core
@@ -30,14 +29,16 @@ from syncvar.shm.channel_table import pause_after
 from syncvar.transports.base import PeerDisconnected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from syncvar.core.errors import UsageError
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.protocol.frame import Header
+    from syncvar.runtime.collective_spec import CollectiveSpec
     from syncvar.runtime.recorder import Recorder
     from syncvar.runtime.request import Request
     from syncvar.shm.segment import SharedSegment
-    from syncvar.transports.base import Control, Frame, Transport
+    from syncvar.transports.base import Arrival, Control, Place, Transport
 
 _log = logging.getLogger("syncvar")
 _APPEAR_S = 2.0  # how long `ask` retries while the key is not published
@@ -67,14 +68,17 @@ class ProgressEngine(Core):
         config: RuntimeConfig,
         hosts: dict[int, str],
         shm: SharedSegment | None = None,
+        early: Sequence[Arrival] = (),
     ) -> None:
+        """`early`: what has arrived before."""
         super().__init__(recorder, transport, control, config, hosts, shm)
         self.flow = Flow(self.rank, self.generation, transport, config, self.active)
         self.when_broken.append(lambda _: self.flow.forget())
         self.sent = SentMessages()
         self._questions = GetRequests(self)
         self._started = RunningRequests(self, self.flow)
-        self._verdicts = Verdicts(self, self._started, self._questions)
+        self._verdicts = Verdicts(self, self._started, self._questions, self.flow)
+        transport.placer = self.place
         self._heard = 0.0  # when the launcher's channel was last polled
         self._last_caller = 0.0  # when a caller last drove; it may come again at once
         self._stopped = threading.Event()
@@ -83,6 +87,8 @@ class ProgressEngine(Core):
             target=self._serve, name=f"syncvar-progress-{self.rank}", daemon=True
         )
         self._due = 0.0  # when the progress thread has to check the timers again
+        for arrival in early:
+            self._take(arrival)
         self._progress.start()
 
     @property
@@ -97,13 +103,8 @@ class ProgressEngine(Core):
 
         A persistent call that continues here began at `began`, in monotonic seconds.
         """
-        now = time.monotonic() if began is None else began
-        request.started = now
-        request.timeout_s = self.config.collective_timeout_s if timeout_s is None else timeout_s
-        request.deadline = now + request.timeout_s
-        request.report_at = now + self.config.report_after_s
         try:
-            self.inbox.append(request)
+            self._put(request, timeout_s, began)
             if self.seize():
                 try:
                     self._started.begin_inbox()
@@ -116,6 +117,15 @@ class ProgressEngine(Core):
             self.interrupted(request, error)
             raise
 
+    def _put(self, request: Request, timeout_s: float | None, began: float | None = None) -> None:
+        """Put a request into the inbox: whoever drives next begins it."""
+        now = time.monotonic() if began is None else began
+        request.started = now
+        request.timeout_s = self.config.collective_timeout_s if timeout_s is None else timeout_s
+        request.deadline = now + request.timeout_s
+        request.report_at = now + self.config.report_after_s
+        self.inbox.append(request)
+
     def wait(self, request: Awaited) -> Any:
         """Drive until a request is over; return its result or raise its error.
 
@@ -124,11 +134,14 @@ class ProgressEngine(Core):
         """
         if not request.is_over:
             self.require_own()
+            if not request.entry.waited:
+                request.entry.waited = time.monotonic_ns()
         me = request.thread = threading.get_ident()  # several threads may wait for one request
         try:
             while not request.is_over:
                 if self.seize():
                     try:
+                        self._started.begin_inbox()  # first: the others wait for what it sends
                         self._drive(request)
                     finally:
                         self._last_caller = time.monotonic()
@@ -136,6 +149,8 @@ class ProgressEngine(Core):
                         self.hand_over()
                 else:
                     self.refuse_in_handler(request.label)
+                    if self.inbox:
+                        self.transport.wake()
                     self.follow(request)
         except BaseException as error:
             self.interrupted(request, error)
@@ -153,17 +168,19 @@ class ProgressEngine(Core):
     def run(self, request: Request, timeout_s: float | None) -> Any:
         """Start a request and wait for it."""
         request.thread = threading.get_ident()
+        request.entry.waited = request.entry.began
         if not (
             self.allows(request.group, request.call)
             and request.links is None
             and self._inline(request)
         ):
-            self.start(request, timeout_s)
+            self._put(request, timeout_s)
         return self.wait(request)
 
     def take_over(self, request: Request, timeout_s: float | None) -> Any:
         """Continue a request that its caller has begun without the lock, and wait for it."""
         request.thread = threading.get_ident()
+        request.entry.waited = request.entry.began
         self.start(request, timeout_s)
         return self.wait(request)
 
@@ -186,7 +203,7 @@ class ProgressEngine(Core):
             raise
 
     def ask(
-        self, peer: int, key: int, label: str, timeout_s: float | None
+        self, peer: int, key: int, spec: CollectiveSpec, timeout_s: float | None
     ) -> tuple[bytes, bytes] | None:
         """Read the description and bytes that another process publishes under a key.
 
@@ -201,9 +218,9 @@ class ProgressEngine(Core):
         deadline, appears, pause = now + allowed, now + min(_APPEAR_S, allowed / 2), _APPEAR_LOOK_S
         while True:
             self.check()
-            question = GetRequest(peer, key, label, deadline, allowed)
+            question = GetRequest(peer, key, spec.label, deadline, allowed)
             question.entry = self.recorder.begin(
-                CallInfo(CollectiveSpec(label), path=f"question to rank {peer}"), -1
+                CallInfo(spec, path=f"question to rank {peer}"), -1
             )
             self._questions.waiting.append(question)
             self.transport.wake()
@@ -286,6 +303,7 @@ class ProgressEngine(Core):
                 )
             )
         self.callbacks.stop()
+        self.transport.placer = None
         self.around = contextlib.nullcontext
         self.hand_over()
 
@@ -384,17 +402,17 @@ class ProgressEngine(Core):
             arrival = receive()
             if arrival is None:
                 break
-            if isinstance(arrival, PeerDisconnected):
-                self._verdicts.suspect(arrival.peer, arrival.reason)
-                continue
-            self._handle(arrival)
+            self._take(arrival)
             if until is not None and until.is_over:
                 return
         if self.under_way:
             started.look_at_shared()
 
-    def _handle(self, frame: Frame) -> None:
-        header = frame.header
+    def _take(self, arrival: Arrival) -> None:
+        if isinstance(arrival, PeerDisconnected):
+            self._verdicts.suspect(arrival.peer, arrival.reason)
+            return
+        frame, header = arrival, arrival.header
         # A peer that knocks waits in a call that this rank may have skipped.
         if header.kind in (FrameType.DATA, FrameType.WAKE):
             request = self.active.get((header.group, header.call))
@@ -410,6 +428,17 @@ class ProgressEngine(Core):
         elif header.kind == FrameType.ANSWER and self._questions.accept(frame):
             self.hand_over()
 
+    def place(self, header: Header) -> Place | None:
+        """Return where the payload of a frame under way belongs, if its call waits for it."""
+        request = self.active.get((header.group, header.call))
+        if (
+            request is None
+            or header.kind != FrameType.DATA
+            or header.fingerprint != request.fingerprint
+        ):
+            return None
+        return request.place(header)
+
     def timers(self, now: float) -> float:
         """Do what is due; return when the next thing is due (`now` if something has changed)."""
         due = self._started.expire(now, now + _IDLE_S)
@@ -423,4 +452,6 @@ class ProgressEngine(Core):
             message = self.control.receive()
             if message is None:
                 return
+            if message["kind"] == "abort" and message["rank"] != self.rank:
+                self.look()  # a call completes if all that it needs has arrived
             self._verdicts.handle_message(message)

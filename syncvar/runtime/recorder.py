@@ -4,7 +4,7 @@ Every call, remote get and membership change adds one entry to one ring. Failure
 read that ring. Adding an entry formats no text: it refers to existing texts.
 
 Times are CLOCK_MONOTONIC in nanoseconds, which all processes of a host share. A record names its
-host and boot, and the offset of its clock from rank 0's.
+host and boot, and the offset of its clock from the launcher's.
 
 In frames, each begin and end of a `strategy.run` continues call numbers at the next million, so
 that calls of different runs never match (`syncvar.runtime.communicator`). Texts show the ordinal:
@@ -24,12 +24,15 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
+from syncvar.core.host_clock import boot_identity
 from syncvar.core.process_ids import process_name
 from syncvar.core.stack_dump import stack_text
+from syncvar.protocol.clock_offsets import ClockOffset
 from syncvar.runtime.call_record import (
     COLUMNS,
     DETAIL_MAX,
     NOWHERE,
+    CallCounter,
     CallInfo,
     ErrorFields,
     Event,
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from syncvar.core.stack_dump import StackFrame
+    from syncvar.runtime.call_ledger import Ledger
 
 RING = 2048
 FORMAT = "syncvar flight record 1"
@@ -67,9 +71,24 @@ class CallNumbers:
 
     def __init__(self) -> None:
         self._gaps: OrderedDict[int, deque[Gap]] = OrderedDict()
+        self.epochs: dict[int, int] = {}  # begins and ends of blocks of strategy.run, by group
+        self._runs: dict[int, deque[int]] = {}  # first numbers of blocks inside strategy.run
 
-    def skip(self, group: int, following: int, first: int) -> None:
-        """Record that a group continues with another number than the following one."""
+    def skip(self, group: int, following: int, first: int, *, is_run: bool = False) -> None:
+        """Record that a group continues with another number than the following one.
+
+        `is_run`: strategy.run begins there.
+        """
+        self.epochs[group] = self.epochs.get(group, 0) + 1
+        runs = self._runs.get(group)
+        if is_run and runs is None:
+            runs = self._runs[group] = deque(maxlen=_BLOCKS_MAX)
+            if len(self._runs) > _GROUPS_MAX:
+                del self._runs[next(iter(self._runs))]
+        if runs and runs[-1] == following:  # the block has no call
+            runs.pop()
+        if is_run and runs is not None:
+            runs.append(first)
         gaps = self._gaps.get(group)
         if gaps is None:
             gaps = self._gaps[group] = deque(maxlen=_BLOCKS_MAX)
@@ -101,6 +120,10 @@ class CallNumbers:
         """Return the gaps by group."""
         return {group: list(gaps) for group, gaps in self._gaps.copy().items()}
 
+    def runs(self) -> dict[int, list[int]]:
+        """Return the first numbers of the blocks of strategy.run by group."""
+        return {group: list(firsts) for group, firsts in self._runs.copy().items()}
+
 
 def ordinal(gaps: Sequence[Gap], call: int) -> int:
     """Return the ordinal of a call, from 1.
@@ -122,6 +145,7 @@ class RecordIdentity(NamedTuple):
     generation: int = 0  # version of the membership
     job: str = ""  # identity of the job
     host: str = ""  # name of its host
+    worker: int = -1  # number of its worker in an elastic job; -1 elsewhere
 
 
 _NO_JOB = RecordIdentity()
@@ -135,6 +159,7 @@ class Recorder:
         folder: Folder for the record after a failure; empty for none.
         trace: Folder for the record of every run; empty for none.
         stats: Folder for the totals of all calls; empty for none.
+        ledger: Folder for the ledger of all calls; empty for none.
 
     Cost: 0.15 us for a persistent call, 0.7 us for others (`bench/recorder.py`); at most 1 MB.
     """
@@ -146,16 +171,28 @@ class Recorder:
         folder: str = "",
         trace: str = "",
         stats: str = "",
+        ledger: str = "",
     ) -> None:
         self.numbers = CallNumbers()  # ordinals of calls
         self._ring: collections.deque[Any] = collections.deque(maxlen=RING)
-        # Adds (info, call, began, ended, thread) of a completed call; atomic, from any thread
+        # Adds (info, call, began, ended, thread) of a completed call, and for a started call where
+        # it began; atomic, from any thread
         self.add: Callable[[Any], None] = self._ring.append
+        # The same for the C extension, which keeps the list, so that the method may change
+        self.add_slot = [self.add]
+        self._counters: list[CallCounter] = []
         self._stats = stats
         self._totals: Totals | None = None
         if stats:
-            self._totals = Totals(self._ring.append)
-            self.add = self._totals.add
+            self._totals = Totals()
+            self.attach(self._totals)
+        self._ledger: Ledger | None = None
+        self._ledger_folder = ledger
+        if ledger:
+            from syncvar.runtime.call_ledger import Ledger  # most runs have none
+
+            self._ledger = Ledger([identity.rank])
+            self.attach(self._ledger.counter)
         self.identity = identity
         self._folder = folder
         self._trace = trace
@@ -165,13 +202,43 @@ class Recorder:
         self.is_due = False  # the group broke, and the record has not been written since
         # Data path between ranks and its encryption; empty before they have met
         self.transport = ""
+        # What to add to times of this process to get those of the launcher's clock
+        self.clock = ClockOffset()
         self._writing = threading.Lock()
+
+    # -- counters ----------------------------------------------------------------------------------
+
+    def attach(self, counter: CallCounter) -> None:
+        """Let a counter see every later call."""
+        self._counters.append(counter)
+        self._link()
+
+    def detach(self, counter: CallCounter) -> None:
+        """End what `attach` began."""
+        self._counters.remove(counter)
+        self._link()
+
+    def replace_add(self, add: Callable[[Any], None]) -> None:
+        """Add entries by another function, also those of calls that the C extension runs."""
+        self.add = self.add_slot[0] = add
+
+    def _link(self) -> None:
+        add: Callable[[Any], None] = self._ring.append
+        for counter in self._counters:
+            counter.append = add
+            add = counter.add
+        self.replace_add(add)
 
     # -- entries -----------------------------------------------------------------------------------
 
-    def begin(self, info: CallInfo, call: int, began: int | None = None) -> PendingRecord:
-        """Add a call that begins now or began at `began`; `PendingRecord.end` ends it."""
-        entry = PendingRecord(info, call, monotonic_ns() if began is None else began)
+    def begin(
+        self, info: CallInfo, call: int, began: int | None = None, place: Any = None
+    ) -> PendingRecord:
+        """Add a call that begins now or began at `began`; `PendingRecord.end` ends it.
+
+        `place` is the code and the instruction that began it; None for those of the caller.
+        """
+        entry = PendingRecord(info, call, monotonic_ns() if began is None else began, place)
         self.add(entry)
         return entry
 
@@ -205,35 +272,41 @@ class Recorder:
             self._write(self._folder, self._broken_by or reason, _ENDED, stack)
 
     def closed(self) -> None:
-        """Write the trace and the totals, if asked for."""
-        if self._totals is not None and os.getpid() == self._process:
-            self._write_totals(self._totals)
+        """Write the trace, the totals and the ledger, if asked for."""
+        if os.getpid() == self._process:
+            identity = self.identity
+            if self._totals is not None:
+                import json
+
+                text = json.dumps({"rank": identity.rank, "rows": self._totals.rows()})
+                self._write_text(
+                    self._stats, f"stats-{identity.rank}.{identity.generation}.json", text
+                )
+            if self._ledger is not None:
+                name = record_name(identity.rank, identity.generation, "ledger")
+                self._write_text(self._ledger_folder, name, self._ledger.text())
         if self._trace:
             self._write(self._trace, "the run is over", self._written)
 
-    def _write_totals(self, totals: Totals) -> None:
-        import json
-
+    def _write_text(self, folder: str, name: str, text: str) -> None:
         from syncvar.core.output_files import write_record
 
-        text = json.dumps({"rank": self.identity.rank, "rows": totals.rows()})
-        name = f"stats-{self.identity.rank}.{self.identity.generation}.json"
         try:
-            write_record(self._stats, name, text)
+            write_record(folder, name, text)
         except OSError as error:
-            self._report_lost(self._stats, name, error)
+            self._report_lost(folder, name, error)
 
     # -- readers -----------------------------------------------------------------------------------
 
     def events(self) -> list[Event]:
         """Return the entries of the ring, oldest first."""
-        return [event_of(entry) for entry in self._entries()]
+        return [event_of(entry) for entry in self.entries()]
 
     def whereabouts(self) -> dict[str, Any]:
         """Return the last call of this rank, its age in seconds, its state and the main stack."""
         calls = (
             event
-            for event in map(event_of, reversed(self._entries()))
+            for event in map(event_of, reversed(self.entries()))
             if event.group >= 0 and event.call >= 0
         )
         last = next(calls, None)
@@ -253,7 +326,7 @@ class Recorder:
         `is_final`: this rank makes no more calls. `stack` is that of the main thread, innermost
         first; empty for the current one.
         """
-        entries = self._entries()
+        entries = self.entries()
         events = [event_of(entry) for entry in entries]
         infos = [call_info_of(entry) for entry in entries]
         groups = {info.group: info.members for info in infos if info.members}
@@ -265,7 +338,8 @@ class Recorder:
             "reason": reason,
             "is_final": is_final,
             "transport": self.transport,
-            "clock_offset_ns": 0,
+            "clock_offset_ns": self.clock.offset_ns,
+            "clock_error_ns": self.clock.error_ns,
             "written_ns": monotonic_ns(),
             "written_wall_ns": time.time_ns(),
             "is_whole": len(entries) < RING,
@@ -273,13 +347,17 @@ class Recorder:
             "gaps": {
                 str(group): gaps for group, gaps in self.numbers.known().items() if group in groups
             },
+            "runs": {
+                str(group): runs for group, runs in self.numbers.runs().items() if group in groups
+            },
             "stack": [list(frame) for frame in stack or main_stack()],
             "threads": _threads({event.thread for event in events}),
             "columns": list(COLUMNS),
             "events": [list(event) for event in events],
         }
 
-    def _entries(self) -> list[Any]:
+    def entries(self) -> list[Any]:
+        """Return the entries of the ring as they are, oldest first."""
         while True:
             with contextlib.suppress(RuntimeError):  # another thread has added an entry
                 return list(self._ring)
@@ -314,21 +392,27 @@ class Recorder:
                 write_error_text,
             )
 
-            origins = {self._trace: "SYNCVAR_TRACE", self._stats: "--stats"}
+            origins = {
+                self._trace: "SYNCVAR_TRACE",
+                self._stats: "--stats",
+                self._ledger_folder: "SYNCVAR_LEDGER",
+            }
             path = os.path.join(folder, name)
             report_lost_file(LostFile(path, origins.get(folder, EVIDENCE), write_error_text(error)))
 
 
-def record_name(number: Any, generation: Any = 0) -> str:
-    """Return the file name of a rank's or server's record.
+def record_name(number: Any, generation: Any = 0, kind: str = "flight") -> str:
+    """Return the file name of a rank's or server's record, or of a file of another kind.
 
     Example:
         >>> from syncvar.core.process_ids import server_number
         >>> record_name(3), record_name(3, 1), record_name(server_number(1))
         ('flight-rank3.json', 'flight-rank3.generation1.json', 'flight-server1.json')
+        >>> record_name(3, kind="ledger")
+        'ledger-rank3.json'
     """
     version = f"generation{generation}." if generation else ""
-    return f"flight-{process_name(number).replace(' ', '')}.{version}json"
+    return f"{kind}-{process_name(number).replace(' ', '')}.{version}json"
 
 
 def _text(record: dict[str, Any]) -> str:
@@ -355,14 +439,4 @@ def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:
 def _folder() -> str:
     with contextlib.suppress(OSError):  # the folder has been removed
         return os.getcwd()
-    return ""
-
-
-def boot_identity() -> str:
-    """Return the boot identity of this machine; empty if unknown."""
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file,
-    ):
-        return file.read().strip()
     return ""

@@ -17,6 +17,8 @@ import contextlib
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from syncvar._native.constants import Need
 from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.core.errors import InternalError, MismatchError, SyncvarError
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.reduce_ops import Combiner
+    from syncvar.protocol.frame import Header
     from syncvar.runtime.block_transfer import Movement
     from syncvar.runtime.call_record import PendingRecord
     from syncvar.runtime.link_exchange import LinkExchange
     from syncvar.runtime.planner import Published
     from syncvar.shm.group_channel import GroupChannel
-    from syncvar.transports.base import Frame
+    from syncvar.transports.base import Frame, Place
 
     Steps = Generator[int | "Wait", None, Any]
 
@@ -145,6 +148,7 @@ class Request:
         self.started = 0.0
         self.report_at = 0.0
         self.reported = False
+        self.reported_thread = 0  # `thread` in the latest report
         # (rank, group, call), flattened: one of these calls of others ends the wait. Empty: all
         # ranks of the group have to make this call.
         self.alternatives: tuple[int, ...] = ()
@@ -282,6 +286,12 @@ class Request:
         else:
             self._go_on(frame)
 
+    def place(self, header: Header) -> Place | None:
+        """Return where the payload of a frame of this call belongs that is under way."""
+        if self.links is None or self.state != RequestState.RUNNING:
+            return None
+        return self.links.place(header)
+
     def fail(self, error: BaseException) -> None:
         """End with an error. What this rank has published stays; its next call is past it.
 
@@ -380,6 +390,8 @@ class Request:
                 # Others may still read it; after a mismatch no rank reads anything.
                 channel.keep(self.held)
         self._leave_queue()
+        if self.links is not None:
+            self.links.close()
         self.state = RequestState.FAILED
         self.entry.end(error)
         if self.abandon is not None:
@@ -506,8 +518,14 @@ def _over_hosts(
     """Run the stages on this host and between hosts; return what is left of the opening."""
     if channel is not None and opening is not None and stage.work.nbytes:
         channel.reserve_segments()  # may raise, so before anything is published
+    counted = entry.nbytes
+    whole = stage.work
+    if plan.room:
+        whole = np.empty(stage.work.size + plan.room, stage.work.dtype)
+        whole[: stage.work.size] = stage.work
     for part in plan.stages:
-        work = stage.work[part.start : part.stop]
+        entry.nbytes = counted  # all parts work on the same bytes
+        work = whole[part.start : part.stop]
         if isinstance(part.plan, LinkSchedule):
             yield from links.run(part.plan, work, stage.ufunc)
         elif part.plan is not None:
@@ -518,4 +536,7 @@ def _over_hosts(
                 yield from settled(channel, to_its_end=False)
             yield from run_rounds(channel, opening, part.plan, work, stage.ufunc)
             opening = None
+    if plan.room:
+        stage.work[...] = whole[: stage.work.size]
+    entry.nbytes = counted + stage.work.nbytes
     return opening

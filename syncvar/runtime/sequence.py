@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.core.errors import MismatchError, PeerLost, SyncvarError
 from syncvar.protocol.frame import FrameType
-from syncvar.protocol.unreceived_messages import ENTERED_MAX
+from syncvar.protocol.unreceived_messages import ENTERED_MAX, SkippedBlocks, is_left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from syncvar.transports.base import Frame
 
 _BLOCKS_MAX = 16  # per group; a peer may lag by several blocks whose calls failed here
+UNKNOWN_CALL = 1 << 62  # above all call numbers
 _SKIPPED_MAX = 1300  # blocks in one message, three numbers each
 
 
@@ -84,14 +85,16 @@ class SequenceTracker:
         self.early: dict[tuple[int, int], list[Frame]] = {}
         self.left: dict[int, dict[int, int]] = {}
         self._hosts = hosts
-        self._next_call: dict[int, int] = {}
+        self._next_call: OrderedDict[int, int] = OrderedDict()
+        self._seen: dict[int, int] = {}  # numbers of counted groups when they were last looked at
+        self._owned: set[int] = set()  # groups whose number an object in `counted` has
         self._decisions: list[Message] = []
         # Protects decisions and searches in blocks: the progress thread follows a peer's calls
         # while the user's thread makes its own. The user's thread ends a block without the lock,
         # in one step of the interpreter, and looks for decisions afterwards. Reentrant, because a
         # signal handler may make calls in the thread that holds it.
         self._lock = threading.RLock()
-        self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}
+        self._skipped: dict[int, SkippedBlocks] = {}
         self._passed: dict[int, deque[EpochRange]] = {}
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Counting] = weakref.WeakValueDictionary()
@@ -122,12 +125,18 @@ class SequenceTracker:
 
     def note(self, group: int, next_call: int) -> None:
         """Record the number of a group's next call."""
-        self._next_call.pop(group, None)  # keep groups in order of their last use
         self._next_call[group] = next_call
+        self._next_call.move_to_end(group)  # keep groups in order of their last use
 
     def count_by(self, counting: Counting) -> None:
         """Read a group's next call number from `counting`, which calls in shared memory advance."""
+        self._owned.add(counting.identity)
         self.counted[counting.identity] = counting
+
+    def release(self, group: int, next_call: int) -> None:
+        """Record a group's next call number, before the object that counts it ends."""
+        self.note(group, next_call)
+        self._owned.discard(group)
 
     def entered(self) -> dict[int, int]:
         """Return the last call entered in each group, for the groups used last."""
@@ -136,9 +145,23 @@ class SequenceTracker:
             # its number.
             with contextlib.suppress(RuntimeError):
                 for group in list(self.counted):
-                    self._next_call[group] = self.following(group)
-                recent = list(self._next_call.items())[-ENTERED_MAX:]
-                return {group: following - 1 for group, following in recent}
+                    following = self.following(group)
+                    if self._seen.get(group) != following:  # used since the last time
+                        self._seen[group] = following
+                        self._next_call.setdefault(group, 0)
+                        self._next_call.move_to_end(group)
+                recent = list(self._next_call)[-ENTERED_MAX:]
+                return {group: self._last_entered(group) for group in recent}
+
+    def _last_entered(self, group: int) -> int:
+        is_owned = group in self._owned
+        following = self.following(group)
+        if is_owned and group not in self.counted:
+            # The number went with its owner. A garbage collection clears the reference before it
+            # runs the finalizer, which calls `release`. Until then nobody knows the number, so
+            # nobody may claim that this rank has not entered a call.
+            return UNKNOWN_CALL if group in self._owned else self.following(group) - 1
+        return following - 1
 
     def skipped(self) -> list[int]:
         """Return (group, last, epoch_end) of the latest blocks ended here after `last`, flattened.
@@ -162,17 +185,15 @@ class SequenceTracker:
     def leave(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
         """Record that a rank has left: its last call in each group, and its `skipped`."""
         self.left[rank] = entered
-        groups = self._skipped[rank] = {}
-        for group, last, epoch_end in zip(
-            skipped[0::3], skipped[1::3], skipped[2::3], strict=False
-        ):
-            groups.setdefault(group, []).append((last, epoch_end))
+        self._skipped[rank] = SkippedBlocks(skipped)
 
     def following(self, group: int) -> int:
         """Return the number of the next call of a group."""
         following = self._next_call.get(group, 0)
         caller = self.counted.get(group)
-        return following if caller is None else max(following, caller.next_call)
+        if caller is None or caller.identity != group:  # `Communicator.become` swaps identities
+            return following
+        return max(following, caller.next_call)
 
     # -- frames before their call ------------------------------------------------------------------
 
@@ -323,10 +344,7 @@ class SequenceTracker:
         entered = self.left.get(rank)
         if entered is None or rank not in request.members:
             return False
-        group, call = request.group, request.call
-        return call > entered.get(group, -1) or any(
-            last < call <= epoch_end for last, epoch_end in self._skipped[rank].get(group, ())
-        )
+        return is_left_out(entered, self._skipped[rank], request.group, request.call)
 
     def ended(self, rank: int, before: str) -> PeerLost:
         """Return the error for something that needs a rank that has left."""

@@ -61,6 +61,9 @@ class FdServer:
         self._segments: dict[int, tuple[CreatedSegment | None, str]] = {}
         self._fetched: dict[int, set[int]] = {}
         self._newest = generation
+        # Of an elastic job: requests for a later generation than the present one wait for `expect`.
+        self.awaits_generations = False
+        self._early: list[tuple[socket.socket, bytes]] = []
         self._aborts_all = False
         self._has_message = False
         self._messages: list[str] = []
@@ -116,6 +119,14 @@ class FdServer:
                 self._messages.append(message)
         return found
 
+    def expect(self, generation: int, local_world_size: int) -> None:
+        """Serve a later generation, of so many ranks on this host; refuse all earlier ones."""
+        self._newest, self._local_world_size = generation, local_world_size
+        self._forget_before(generation)
+        early, self._early = self._early, []
+        for connection, request in early:
+            self._reply(connection, request)
+
     def abort(self, generation: int | None = None) -> None:
         """Set the abort word of a generation; without one, of all present and later segments."""
         if generation is None:
@@ -126,9 +137,11 @@ class FdServer:
 
     def close(self) -> None:
         """Close everything. Idempotent."""
-        for connection in (self._listener, *self._waiting.values()):
+        early = [connection for connection, _ in self._early]
+        for connection in (self._listener, *self._waiting.values(), *early):
             connection.close()
         self._waiting.clear()
+        self._early.clear()
         for shm, _ in self._segments.values():
             if shm is not None:
                 shm.close()
@@ -157,6 +170,19 @@ class FdServer:
             return
         except OSError:
             request = b""
+        if self.awaits_generations and self._is_early(request):
+            self._early.append((connection, request))
+            return
+        self._reply(connection, request)
+
+    def _is_early(self, request: bytes) -> bool:
+        """Return whether a request is for a generation of which nothing is known yet."""
+        if len(request) != _REQUEST.size or len(self._early) >= self._waiting_max:
+            return False
+        magic, job, generation, _ = _REQUEST.unpack(request)
+        return (magic, job) == (_MAGIC, self._job) and int(generation) > self._newest
+
+    def _reply(self, connection: socket.socket, request: bytes) -> None:
         with connection:
             try:
                 fd, reason = self._answer(request)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.html_table import html_table
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import begin_epochs
 from syncvar.runtime.state import send_queued
@@ -89,28 +90,75 @@ class Strategy(MigrationHintsMixin):
         for name, flag in {**flags, "reproducible": reproducible}.items():
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name} must be True or False, not {flag!r}")
-        self._communicator = communicator
-        self.context = current()
-        self.places: ScopeStack = stacks_of(self.context)
         self.strict: bool = strict
         self.check_cross_writes: bool = check_cross_writes
         self.reproducible: bool = reproducible
         self.timeout: float | None = None if timeout is None else checked_timeout(timeout)
         self.is_default: bool = is_default
-        self._check_every = self.context.config.check_every
-        self.queue: WriteQueue | None = None
-        self.registry: VariableRegistry | None = None
         # `VariableOwner` has these methods; as attributes they stay out of the public class.
         self.variable_class, self.create_storage = self._variable_class, self._create_storage
-        world = self.context.world
+        self.move_to_world = self._move_to_world
+        self.spans_world = self._spans_world
+        self._replica = ScopeEntry(self, _REPLICA)
+        self._join(communicator)
+        self._check_every = self.context.config.check_every
+
+    def _join(self, communicator: Communicator) -> None:
+        """Begin to work in the current job, over the ranks of a communicator."""
+        context = current()
+        self._communicator, self.context = communicator, context
+        self.places: ScopeStack = stacks_of(context)
+        self.queue: WriteQueue | None = None
+        self.registry: VariableRegistry | None = None
+        world = context.world
         # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members
         beside = (world,) if is_beside else ()
         self._aligned: tuple[Communicator, ...] = (communicator, *beside)
-        self._replica = ScopeEntry(self, _REPLICA)
+        before: list[weakref.ref[Strategy]] = context.extras.setdefault("strategies_in_order", [])
+        before.append(weakref.ref(self))
         if self._has_copies and communicator.rank is not None and communicator.size > 1:
             self.registry = VariableRegistry(self)
-            _known(self.context).add(self)
+            _known(context).add(self)
+
+    def _move_to_world(self) -> None:
+        """Move to the world that this process has joined since; sends nothing.
+
+        Variables stay behind, see `move_variable`. The scopes that the program has entered in the
+        old world stay entered.
+        """
+        context = current()
+        if self.context is context:
+            return
+        if self.context.uneven is not None:
+            raise UsageError(
+                "the job has changed its members inside `with sv.uneven():`. Such a block belongs "
+                "to the ranks that enter it: write it inside the function of sv.elastic.run"
+            )
+        if not self._spans_world:
+            raise UsageError(
+                f"{self!r} has explicit ranks ({list(self._communicator.members)}), and the job "
+                "has other members now. Make the strategy, and its variables, inside the function "
+                "of sv.elastic.run; or leave out group=, then it follows the members"
+            )
+        context.extras.setdefault("scope_stacks", self.places)
+        self._join(self._communicator_here())
+
+    @property
+    def _spans_world(self) -> bool:
+        """Whether the ranks follow from the world, so that they can follow another world."""
+        return True
+
+    def _communicator_here(self) -> Communicator:
+        """Return the communicator for the same kind of strategy in the current world."""
+        context = current()
+        if context.extras.setdefault("default_strategy", self) is not self:
+            raise UsageError(
+                "the default strategy cannot move to this world, which has another one already: "
+                "between sv.init() and the move, the program has made variables or calls outside "
+                "every scope. Make them before sv.elastic.run, or inside its function"
+            )
+        return context.world
 
     @property
     def check_every(self) -> int:
@@ -185,6 +233,14 @@ class Strategy(MigrationHintsMixin):
 
     def __repr__(self) -> str:
         return f"<sv.{type(self).__name__} of {self.num_replicas_in_sync} replicas>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("replicas in sync", self.num_replicas_in_sync),
+            ("ranks", list(self._communicator.members)),
+            ("rank of this replica", self._communicator.member_rank),
+        ]
+        return html_table(f"sv.{type(self).__name__}", rows)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         instead = "sv.get_strategy()" if self.is_default else f"sv.{type(self).__name__}()"
@@ -263,14 +319,14 @@ class Strategy(MigrationHintsMixin):
                 flush_error = error
             queue.begin()
             aligned = (*aligned, queue.calls)
-        begin_epochs(aligned)
+        begin_epochs(aligned, is_run=True)
         try:
             result = self._call(fn, own_args, own_kwargs, flush_error)
         except BaseException as error:
             for communicator in aligned:
                 communicator.leave_epoch(error)
             raise
-        begin_epochs(aligned)
+        begin_epochs(aligned, is_run=False)
         return result
 
     def _call(
@@ -493,6 +549,12 @@ class Strategy(MigrationHintsMixin):
 def _known(context: ProcessContext) -> weakref.WeakSet[Strategy]:
     found: weakref.WeakSet[Strategy] = context.extras.setdefault("strategies", weakref.WeakSet())
     return found
+
+
+def strategies_in_order(context: ProcessContext) -> list[Strategy]:
+    """Return the living strategies of this process, in the order in which it has made them."""
+    found = [reference() for reference in context.extras.get("strategies_in_order", ())]
+    return [one for one in found if one is not None]
 
 
 def strategies_of(context: ProcessContext) -> list[Strategy]:

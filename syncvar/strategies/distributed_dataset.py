@@ -167,6 +167,21 @@ class Feed:
         self.seed = dataset.seed if isinstance(dataset, Dataset) else ""
         self.next_epoch = 0
         self._was_opened = False
+        communicator = strategy.communicator
+        self._home = len(communicator.whole), communicator.home_rank
+
+    def require_home(self) -> None:
+        """Raise UsageError if a function has made the batches for another replica than this one."""
+        communicator = self.strategy.communicator
+        home = len(communicator.whole), communicator.home_rank
+        if not self.is_global and home != self._home:
+            raise UsageError(
+                f"distribute_datasets_from_function has made these batches for replica "
+                f"{self._home[1]} of {self._home[0]}, and this is replica {home[1]} of {home[0]} "
+                "now. Call it inside the function of sv.elastic.run, which begins anew when the "
+                "members change; or take experimental_distribute_dataset, which divides global "
+                "batches among the members"
+            )
 
     def open(self, epoch: int, position: int) -> Iterator[Any]:
         """Return an iterator over the batches of an epoch, from a position on."""
@@ -266,6 +281,11 @@ class DistributedIterator(MigrationHintsMixin):
     def __iter__(self) -> DistributedIterator:
         return self
 
+    @property
+    def strategy(self) -> ReplicaGroup:
+        """The strategy whose replicas read together."""
+        return self._feed.strategy
+
     def __next__(self) -> Any:
         """Return this replica's batch of the next step. Collective.
 
@@ -344,6 +364,7 @@ class DistributedIterator(MigrationHintsMixin):
         It runs before the collective, since reading may make calls itself.
         """
         try:
+            self._feed.require_home()
             if self._has_ended:
                 return _END, None
             if self._elements is None:

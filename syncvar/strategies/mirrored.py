@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.storage import Storage
 
+_WARNED = "warned_local_replicas"
 _log = logging.getLogger("syncvar")
 
 
@@ -66,6 +67,7 @@ class MirroredStrategy(Strategy):
     ) -> None:
         if _foreign:
             raise unexpected_keyword(type(self), _foreign)
+        self._has_group = group is not None
         members = self._default_members() if group is None else communicator_of(group).members
         super().__init__(
             _own_communicator(members),
@@ -74,7 +76,19 @@ class MirroredStrategy(Strategy):
             reproducible=reproducible,
             timeout=timeout,
         )
+
+    def _join(self, communicator: Communicator) -> None:
+        super()._join(communicator)
         self._on_host = self._host_communicator()
+
+    @property
+    def _spans_world(self) -> bool:
+        return not self._has_group
+
+    def _communicator_here(self) -> Communicator:
+        before = self.context.extras.get(_WARNED, False)
+        current().extras.setdefault(_WARNED, before)
+        return _own_communicator(self._default_members())
 
     def _host_communicator(self) -> Communicator | None:
         """Return the communicator of the replicas that share copies; None if each has its own."""
@@ -83,8 +97,8 @@ class MirroredStrategy(Strategy):
     def _default_members(self) -> tuple[int, ...]:
         context = current()
         is_first = context.host_count > 1 and context.local_rank == 0
-        if is_first and not context.extras.get("warned_local_replicas"):
-            context.extras["warned_local_replicas"] = True
+        if is_first and not context.extras.get(_WARNED):
+            context.extras[_WARNED] = True
             _log.warning(
                 "MirroredStrategy spans the %d ranks of this host; the %d hosts have replicas of "
                 "their own. sv.MultiWorkerMirroredStrategy spans all.",

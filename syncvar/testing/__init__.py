@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from syncvar.testing.ledger_check import assert_ledger
 from syncvar.testing.simulation import Ask, Cluster, Simulation
 from syncvar.testing.transport_check import TRANSPORT_CHECKS, TransportFactory, check_transport
 from syncvar.testing.world import run_ranks
@@ -14,6 +15,7 @@ __all__ = [
     "Faults",
     "Simulation",
     "TransportFactory",
+    "assert_ledger",
     "check_transport",
     "run_ranks",
 ]

@@ -20,6 +20,7 @@ from syncvar.parameter_server.request_client import Client
 from syncvar.parameter_server.server_machine import Server
 from syncvar.protocol.frame import HEADER_NBYTES, parse_header
 from syncvar.runtime.communicator import CheckedCall, Communicator
+from syncvar.runtime.link_exchange import ScratchPool
 from syncvar.runtime.recorder import Recorder, RecordIdentity
 from syncvar.runtime.request import RequestState
 from syncvar.transports.base import Frame
@@ -208,7 +209,7 @@ class _SimulatedSink:
         links: dict[tuple[int, int], list[_SimulatedFrame]],
         unused: dict[tuple[int, int], int],
     ) -> None:
-        self.rank, self.segment_bytes = rank, segment_bytes
+        self.rank, self.segment_bytes, self.scratch = rank, segment_bytes, ScratchPool()
         self._world, self._links, self._unused = world, links, unused
 
     def post(

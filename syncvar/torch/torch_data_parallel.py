@@ -12,6 +12,7 @@ from torch import nn
 
 from syncvar.collectives.all_reduce import all_reduce
 from syncvar.collectives.broadcast import broadcast
+from syncvar.collectives.reduce_args import UNLIMITED, BucketLimits
 from syncvar.collectives.shm_arrays import empty
 from syncvar.core.errors import ConfigError, SharedMemoryFull, UsageError
 from syncvar.torch.tensor_memory import can_combine, flat_array
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.work import Work
 
-_BUCKET_NBYTES = 25 << 20  # as DistributedDataParallel
-_FIRST_BUCKET_NBYTES = 1 << 20
+_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel
+_FIRST_BUCKET_BYTES = 1 << 20
 
 
 class GradientBucket:
@@ -120,8 +121,9 @@ class DataParallel(nn.Module):  # type: ignore[misc]
 
     Args:
         module: Module on the CPU; the same on all ranks.
-        bucket_nbytes: Size of a bucket, in bytes.
-        first_bucket_nbytes: Size of the first bucket, in bytes.
+        bucket_bytes: The most bytes of gradients that travel together. A longer one travels by
+            itself.
+        first_bucket_bytes: The same for the first bucket.
         group: Ranks that train together; None means the world.
 
     Raises:
@@ -148,20 +150,18 @@ class DataParallel(nn.Module):  # type: ignore[misc]
         self,
         module: Any,
         *,
-        bucket_nbytes: int = _BUCKET_NBYTES,
-        first_bucket_nbytes: int = _FIRST_BUCKET_NBYTES,
+        bucket_bytes: int = _BUCKET_BYTES,
+        first_bucket_bytes: int = _FIRST_BUCKET_BYTES,
         group: Group | None = None,
     ) -> None:
         super().__init__()
         self.module = module
+        limits = BucketLimits.checked(bucket_bytes, first_bucket_bytes) or UNLIMITED
         parameters = [one for one in module.parameters() if one.requires_grad]
         _check(parameters)
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(tensor, 0, out=tensor, group=group)
-        limits = first_bucket_nbytes, bucket_nbytes
-        self._buckets = [
-            GradientBucket(part, group) for part in _divided(parameters[::-1], *limits)
-        ]
+        self._buckets = [GradientBucket(part, group) for part in divided(parameters[::-1], limits)]
         self._bucket_of = {one: bucket for bucket in self._buckets for one in bucket.parameters}
         self._is_synchronized = True
         self._is_in_backward = False
@@ -240,18 +240,10 @@ def _check(parameters: Sequence[Any]) -> None:
             raise ConfigError(f"gradients of {parameter.dtype} cannot be averaged")
 
 
-def _divided(parameters: Sequence[Any], first_nbytes: int, nbytes: int) -> Iterator[list[Any]]:
-    """Yield the parameters of each bucket: one dtype, at most so many bytes, but at least one."""
-    part: list[Any] = []
-    size, limit = 0, first_nbytes
-    for parameter in parameters:
-        own = parameter.numel() * parameter.element_size()
-        if part and (size + own > limit or part[0].dtype != parameter.dtype):
-            yield part
-            part, size, limit = [], 0, nbytes
-        part.append(parameter)
-        size += own
-    yield part
+def divided(parameters: Sequence[Any], limits: BucketLimits) -> list[list[Any]]:
+    """Return the parameters of each bucket."""
+    sizes = ((one.numel() * one.element_size(), one.dtype) for one in parameters)
+    return [[parameters[place] for place in places] for places in limits.divide(sizes)]
 
 
 def _shared_tensor(count: int, dtype: Any) -> Any:

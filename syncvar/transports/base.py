@@ -10,7 +10,8 @@ upward.
   cannot go at once.
 * **Memory**: with `borrow=True` the transport reads the payload until the returned `BorrowedFrame`
   says `is_done()`; with `borrow=False` it copies the payload before `send` returns. The receiver
-  owns a received payload.
+  owns a received payload. The transport may ask `placer` where a payload belongs that is under way,
+  and receive it there, instead of into memory of its own.
 * **Failure**: a link never heals. The transport reports the loss once, as `PeerDisconnected`, after
   all frames that arrived before; it drops later sends to this peer silently.
 * **Errors**: operating system and ZeroMQ errors become children of `TransportError`, with their
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.core.errors import WireError
@@ -60,8 +62,37 @@ class BorrowedFrame(Protocol):
         """Return whether the caller may write the memory again."""
 
 
+class Place:
+    """Memory of the receiver in which a payload that is under way shall arrive.
+
+    A transport writes there while it holds `lock`, and only if `is_open`. `close` ends that, from
+    any thread: the owner may use the memory again when it returns.
+    """
+
+    __slots__ = ("is_open", "lock", "memory")
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.is_open = True
+        self.lock = threading.RLock()  # a signal's handler may close what its thread writes
+
+    def close(self) -> None:
+        """Let no transport write there any more."""
+        with self.lock:
+            self.is_open = False
+
+
+class Placer(Protocol):
+    """Finds where payloads belong."""
+
+    def __call__(self, header: Header, /) -> Place | None:
+        """Return where the payload of a valid header belongs; None if nobody waits for it yet."""
+
+
 class Transport(Protocol):
     """Frames between ranks; the module's text has the contract."""
+
+    placer: Placer | None  # of the caller
 
     @property
     def address(self) -> str:

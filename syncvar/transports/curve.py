@@ -159,11 +159,12 @@ class UnauthenticatedPeers:
 
 
 class LinkKeys(NamedTuple):
-    """The keys of a job's tcp links, each as (public, secret), and the secret of the tickets."""
+    """The keys of a job's tcp links, each as (public, secret), and those of tickets and lanes."""
 
     member: tuple[bytes, bytes]
     listener: tuple[bytes, bytes]
     tickets: bytes
+    lanes: bytes
 
     def listen(self, socket: Any) -> None:
         """Make the tcp addresses that a socket binds later accept members only."""
@@ -215,7 +216,9 @@ def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
     for role in (b"syncvar link member", b"syncvar link listener"):
         private = z85.encode(derive(secret, role))
         pairs.append((zmq.curve_public(private), private))
-    return LinkKeys(pairs[0], pairs[1], derive(secret, b"syncvar link tickets " + job_id.encode()))
+    job = job_id.encode()
+    tickets = derive(secret, b"syncvar link tickets " + job)
+    return LinkKeys(pairs[0], pairs[1], tickets, derive(secret, b"syncvar lanes " + job))
 
 
 # -- the gate --------------------------------------------------------------------------------------

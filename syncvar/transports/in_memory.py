@@ -21,7 +21,7 @@ from syncvar.transports.base import Arrival, Frame, PeerDisconnected
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.transports.base import BorrowedFrame
+    from syncvar.transports.base import BorrowedFrame, Placer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +239,7 @@ class MemoryTransport:
     """One rank's end of a `MemoryNetwork`; `syncvar.transports.base` has the contract."""
 
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
+        self.placer: Placer | None = None
         self._network = network
         self._rank = rank
         self._closed = False

@@ -34,6 +34,7 @@ from syncvar.transports.base import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from syncvar.transports.base import Placer
     from syncvar.transports.zeromq_links import ZeromqControl
 
 _SCHEME = "mpi:"
@@ -164,6 +165,7 @@ class MpiTransport:
         segment_bytes: int,
         control: ZeromqControl | None = None,
     ) -> None:
+        self.placer: Placer | None = None
         self.refused_frames = 0
         self._fabric = fabric
         self._comm = fabric.comm

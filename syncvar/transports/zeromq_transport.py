@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.transports.base import Placer
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.zeromq_links import ZeromqControl
 
@@ -85,6 +86,7 @@ class ZeromqTransport:
         control: ZeromqControl | None = None,
         links: HostLinks | None = None,
     ) -> None:
+        self.placer: Placer | None = None
         self._context = context
         self._rank = rank
         self._config = config
@@ -108,6 +110,7 @@ class ZeromqTransport:
         self._is_open = False
         self._closed = False
         self.refused_frames = 0
+        self._own_kinds = {FrameType.BYE, FrameType.LANE}  # frames that are not for the caller
         self._keys = None if links is None else links.keys
         self._wakeup = Wakeup()
         self._arrivals = self._wakeup.arrivals
@@ -238,6 +241,21 @@ class ZeromqTransport:
         self._connections.close(min(linger_ms, _BYE_LINGER_MS))  # its ROUTER sends only BYE
         self._wakeup.close()
 
+    def add_lanes(self, descriptor: int) -> None:
+        """Let arrivals at a descriptor end waits, and `receive` return offers of lanes."""
+        self._own_kinds.discard(FrameType.LANE)
+        self._waiting_for.append((descriptor, zmq.POLLIN))
+        self._wakeup.watch(descriptor)
+
+    def lose(self, peer: int, reason: str) -> None:
+        """End the link to a peer, and report its loss, if that has not happened yet."""
+        self._lose(peer, reason)
+
+    def refuse_stranger(self, place: str) -> None:
+        """Count a tcp client at an address that is no member of the job."""
+        if self._connections.gate is not None:
+            self._connections.gate.refuse(place)
+
     @property
     def refused_peers(self) -> int:
         """Number of tcp clients that are no members of the job."""
@@ -315,6 +333,10 @@ class ZeromqTransport:
         self._configure(socket, address)
         if self._keys is not None and address.startswith("tcp://"):
             self._keys.connect_host(socket, self._config, self._rank, peer)
+        if FrameType.LANE not in self._own_kinds:
+            # Nothing else travels on the link, so the other end would always await a heartbeat, and
+            # close the link after a job was stopped. The other rank has heartbeats of its own.
+            socket.setsockopt(zmq.HEARTBEAT_TTL, 0)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         member = (self._nonce, self._generation, self._rank, self._incarnation)
         socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"s", *member))
@@ -371,13 +393,21 @@ class ZeromqTransport:
             self.refused_frames += 1
             self._lose(source, error_message(error))
             return None
-        if header.kind == FrameType.BYE:
-            self._departed.add(source)
-            self._complete.add(source)
+        if header.kind in self._own_kinds:
+            self._take_own(header)
             return None
         if self._closing.get(source):  # BYE comes behind the remaining frames, which may be long
             self._closing[source] = time.monotonic() + _MORE_S
         return Frame(header, payload)
+
+    def _take_own(self, header: Header) -> None:
+        """Take a goodbye, or answer to the offer of a lane that data use this link."""
+        if header.kind == FrameType.BYE:
+            self._departed.add(header.source)
+            self._complete.add(header.source)
+        elif header.call:
+            refusal = Header(FrameType.LANE, self._rank, self._generation, 0)
+            self.send(header.source, refusal.pack())
 
     def _first_part(self, identity: bytes) -> tuple[int | None, bytes]:
         """Return the sender of a new identity, None for a stranger, and its frame's first part."""

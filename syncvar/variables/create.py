@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.bootstrap.process import current
+from syncvar.collectives.compressors import checked_compressor
 from syncvar.collectives.stage_builders import broadcast_flat, gather_bytes
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
@@ -41,9 +42,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.collectives.compressors import Codec, PowerSGD
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
 
+_CREATE = "create variable"
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 # Binary digits of the significand, and the exponent of the smallest place, by dtype.
 _PLACES = {
@@ -64,13 +67,15 @@ class VariableProposal(NamedTuple):
     aggregation: str
     trainable: bool
     options: str
+    compress: str = ""  # name of the compressor; "" for none
 
     def describe(self) -> str:
         """Return the arguments in words."""
         value = "a callable" if self.shape is None else f"{self.dtype}{list(self.shape)}"
         kind = "trainable" if self.trainable else "not trainable"
         mode = f"{self.synchronization} + {self.aggregation}"
-        return f"{self.name!r}: {value}, {mode}, {kind}, strategy with {self.options}"
+        form = f"{value}, {mode}, {kind}" + (f", compress {self.compress}" if self.compress else "")
+        return f"{self.name!r}: {form}, strategy with {self.options}"
 
 
 class VariableSpec(NamedTuple):
@@ -83,6 +88,7 @@ class VariableSpec(NamedTuple):
     synchronization: Any
     aggregation: Any
     shape: Any = None
+    compress: Any = None
 
 
 class VariableInit(NamedTuple):
@@ -95,6 +101,7 @@ class VariableInit(NamedTuple):
     trainable: bool
     requested: VariableSynchronization
     aggregation: VariableAggregation
+    compressor: Codec | PowerSGD | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,7 @@ class _CheckedSpec(NamedTuple):
     requested: VariableSynchronization
     aggregation: VariableAggregation
     action: Action
+    compressor: Codec | PowerSGD | None
 
 
 def agree_on_variable(
@@ -204,18 +212,18 @@ def agree_on_variable(
     value: Any = None
     differ: list[int] = []
     if not is_local:
-        value, differ = communicator.perform("create variable", check, owner.timeout)
+        value, differ = communicator.perform(_CREATE, check, owner.timeout)
     if checked is None:
         raise failure or InternalError("the arguments were neither checked nor rejected")
     value = checked.value if is_local else value
     name = names.take(checked.base)
-    _register(owner, name, checked, value)
+    _register(owner, name, value, checked.requested, checked.aggregation)
     if checked.action.effect is Effect.SHARE and not own:
         value = share_of(value, communicator.size, communicator.member_rank)
     if differ and communicator.rank == 0:
         _warn_of_differences(name, differ, stacklevel + 1)
     start, mode = np.array(value, copy=True), (checked.requested, checked.aggregation)
-    return VariableInit(owner, namespace, name, start, checked.trainable, *mode)
+    return VariableInit(owner, namespace, name, start, checked.trainable, *mode, checked.compressor)
 
 
 def checked_trainable(trainable: Any, *, usual: bool) -> bool:
@@ -350,11 +358,29 @@ def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
     return _float_share(value, count, index)
 
 
-def _register(owner: VariableOwner, name: str, checked: _CheckedSpec, value: NDArray[Any]) -> None:
+def init_in_world(init: VariableInit) -> VariableInit:
+    """Return what a variable starts with whose strategy has moved to another world; sends nothing.
+
+    All replicas call it for the same variables, in the same order. The value is this replica's.
+    """
+    owner = init.owner
+    namespace = "NONE" if init.namespace == "NONE" else owner.communicator.members
+    name = _names(namespace).take(init.name)
+    _register(owner, name, init.value, init.requested, init.aggregation)
+    return init._replace(namespace=namespace, name=name)
+
+
+def _register(
+    owner: VariableOwner,
+    name: str,
+    value: NDArray[Any],
+    requested: VariableSynchronization,
+    aggregation: VariableAggregation,
+) -> None:
     """Enter an ON_WRITE variable into the registry of its strategy."""
-    requested, registry = checked.requested, owner.registry
+    registry = owner.registry
     if registry is not None and resolve(requested)[0] is VariableSynchronization.ON_WRITE:
-        is_sum = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        is_sum = aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
         is_auto = is_sum and requested is VariableSynchronization.AUTO and value.dtype.kind != "b"
         registry.enter(name, value.nbytes, is_auto=is_auto)
 
@@ -381,7 +407,42 @@ def _checked(owner: VariableOwner, spec: VariableSpec) -> _CheckedSpec:
     if takes_shard_info(argument):
         argument = as_one_part(argument, require_shape(base, shape, dtype)[0])
     value = checked_value(base, argument, dtype, aggregation, calls=calls, shape=shape)
-    return _CheckedSpec(base, value, trainable, requested, aggregation, action)
+    known = dtype if value is None else value.dtype
+    compressor = None
+    if spec.compress is not None:
+        compressor = checked_compressor(spec.compress)
+        _check_compressible(owner, base, requested, aggregation, known)
+    return _CheckedSpec(base, value, trainable, requested, aggregation, action, compressor)
+
+
+def _check_compressible(
+    owner: VariableOwner,
+    base: str,
+    requested: VariableSynchronization,
+    aggregation: VariableAggregation,
+    dtype: np.dtype[Any] | None,
+) -> None:
+    """Raise ConfigError if no sum of such a variable can travel compressed."""
+    reason = ""
+    if requested is VariableSynchronization.NONE:
+        reason = "with synchronization NONE nothing travels"
+    elif aggregation not in (VariableAggregation.SUM, VariableAggregation.MEAN):
+        reason = (
+            f"with aggregation {aggregation.name} the replicas add nothing up. It goes with SUM "
+            "and MEAN"
+        )
+    elif dtype is not None and dtype.kind not in "fV":
+        reason = (
+            f"it rounds, and {dtype.name} is exact or complex. It goes with real floating numbers, "
+            "such as dtype='float32'"
+        )
+    elif owner.reproducible:
+        reason = (
+            "the strategy has reproducible=True, so that bits do not depend on the number of "
+            "replicas, and what a compressor rounds does"
+        )
+    if reason:
+        raise ConfigError(f"variable {base!r}: leave out compress=, because {reason}")
 
 
 def _names(namespace: Any) -> Names:
@@ -399,7 +460,8 @@ class _CreateCall(CheckedCall):
         self, owner: VariableOwner, name: str, checked: _CheckedSpec, *, own: bool
     ) -> None:
         # The name is compared in the call, which explains a difference better.
-        super().__init__(CollectiveSpec(f"create variable {name!r}", compared="create variable"))
+        label = f"create variable {name!r}"
+        super().__init__(CollectiveSpec(label, compared=_CREATE, variable=name, access=_CREATE))
         self._owner, self._name, self._own = owner, name, own
         self._value = value = checked.value
         mine = VariableProposal(
@@ -411,6 +473,7 @@ class _CreateCall(CheckedCall):
             checked.trainable,
             f"strict={owner.strict} check_cross_writes={owner.check_cross_writes} "
             f"reproducible={owner.reproducible}",
+            "" if checked.compressor is None else checked.compressor.name,
         )
         missing = [] if owner.registry is None else owner.registry.pop_missing()
         digest = None if value is None else digest_of(value)

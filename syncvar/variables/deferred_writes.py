@@ -26,9 +26,10 @@ from syncvar.collectives.reduce_args import ReduceOptions
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
-from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint, names_text
 from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.state import send_queued
+from syncvar.variables.variable_compression import CompressedUpdates, VariableUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.runtime.work import Work
     from syncvar.variables.policy import AccessKind
+    from syncvar.variables.variable_compression import VariableCompression
     from syncvar.variables.variable_owner import VariableOwner
 
 BUCKET_BYTES = 1 << 20  # a queue of this size is sent at once; see bench/queued.py
@@ -54,6 +56,7 @@ class QueuedTarget(Protocol):
     """A variable as the queue sees it."""
 
     name: str
+    compression: VariableCompression | None
 
     def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
         """Apply the sum of all replicas' increments to the copy."""
@@ -89,6 +92,7 @@ class FlushResult(NamedTuple):
     done: int  # writes that leave the queue; -1 for all, dropped because the replicas differ
     sums: list[tuple[Sum, NDArray[Any]]]  # to apply in order; with the combination of all replicas
     error: SyncvarError | None = None  # raised after that
+    updates: CompressedUpdates | None = None  # to commit after the sums
 
 
 class WriteQueue:
@@ -279,11 +283,26 @@ class WriteQueue:
         return QueuePrefix(self._sent + len(waiting), refused, waiting[-1].chain, block)
 
     def _reduce(self, sums: list[Sum], count: int) -> Generator[Stage, None, FlushResult]:
-        rules = [reduction(one.op, one.x.dtype) for one in sums]
-        arrays = [one.x for one in sums]
+        plain = [one for one in sums if one.variable.compression is None]
+        rules = [reduction(one.op, one.x.dtype) for one in plain]
+        arrays = [one.x for one in plain]
         options = ReduceOptions(self._owner.reproducible)
-        results = yield from reduce_together(self.calls, arrays, rules, [None] * len(sums), options)
-        return FlushResult(count, list(zip(sums, results, strict=True)))
+        outs = [None] * len(plain)
+        results = yield from reduce_together(self.calls, arrays, rules, outs, options)
+        together = list(zip(plain, results, strict=True))
+        if len(plain) == len(sums):
+            return FlushResult(count, together)
+        compressed = [one for one in sums if one.variable.compression is not None]
+        states: Any = [one.variable for one in compressed]
+        updates = CompressedUpdates(
+            self.calls,
+            [
+                VariableUpdate(state, one.operation, one.x, one.op)
+                for state, one in zip(states, compressed, strict=True)
+            ],
+        )
+        yield from updates.stages()
+        return FlushResult(count, together, updates=updates)
 
     def _drop_all(self, text: str, mine: str) -> Generator[Stage, None, FlushResult]:
         """Return the result of a send in which the queues differ; `mine` describes this one."""
@@ -330,6 +349,8 @@ class WriteQueue:
         with quiet():
             for one, total in outcome.sums:
                 one.variable.apply_queued(one.operation, total)
+        for state in () if outcome.updates is None else outcome.updates.commit():
+            state.tally.collectives += 1
         if outcome.done < 0 and isinstance(outcome.error, MismatchError):
             self._break(outcome.error)
         else:
@@ -353,7 +374,10 @@ class _QueueSend(CheckedCall):
     """A call that sends the common prefix of the queues."""
 
     def __init__(self, queue: WriteQueue, waiting: Sequence[Increment]) -> None:
-        super().__init__(CollectiveSpec(_CALL, text=_label, shown=(len(waiting),)))
+        names = names_text(list(dict.fromkeys(one.variable.name for one in waiting)))
+        super().__init__(
+            CollectiveSpec(_CALL, variable=names, access=_CALL, text=_label, shown=(len(waiting),))
+        )
         self._queue, self._waiting = queue, list(waiting)
 
     def stages(self) -> Generator[Stage, None, FlushResult]:

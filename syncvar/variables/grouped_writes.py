@@ -26,10 +26,11 @@ import numpy as np
 from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import AllReduceCall
 from syncvar.collectives.buckets import owns_itself, reduce_together
+from syncvar.collectives.compressors import signature_of
 from syncvar.collectives.reduce_args import ReduceOptions, reduction_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import reduction
-from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.collective_spec import CollectiveSpec, names_text
 from syncvar.runtime.communicator import CheckedCall
 from syncvar.runtime.persistent_reduce import ReduceForm, persist_reduction
 from syncvar.runtime.shm_reduce import is_direct
@@ -37,6 +38,11 @@ from syncvar.variables.create import VariableSpec, agree_on_variable
 from syncvar.variables.policy import AccessKind, Action, CallContext, Effect, Travel
 from syncvar.variables.storage import marked_as_written, refuse_overlap, write_once
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_compression import (
+    CompressedUpdates,
+    CompressedWrite,
+    VariableUpdate,
+)
 from syncvar.variables.variable_state import UFUNCS, state_of
 from syncvar.variables.variable_writes import checked_operand
 
@@ -147,7 +153,10 @@ def copy_of(variable: Variable) -> NDArray[Any]:
 
 def replace_copy(variable: Variable, value: NDArray[Any]) -> None:
     """Replace this replica's copy, for restored or copied state; sends nothing."""
-    state_of(variable).keep(value)
+    state = state_of(variable)
+    state.keep(value)
+    if state.compression is not None:
+        state.compression.restart()
 
 
 def are_parts(variable: Variable) -> bool:
@@ -440,14 +449,20 @@ class GroupedWrite:
             (pair, state, op_of[state.kind]) for pair, state in zip(pairs, states, strict=True)
         ]
         self._single = [pair for pair, _, op in found if not op]
-        self._together = [pair for pair, _, op in found if op]
-        self._states = [state for _, state, op in found if op]
-        self._ops = [op for *_, op in found if op]
+        self._compressed = [one for one in found if one[2] and one[1].compression is not None]
+        plain = [one for one in found if one[2] and one[1].compression is None]
+        self._together = [pair for pair, *_ in plain]
+        self._states = [state for _, state, _ in plain]
+        self._ops = [op for *_, op in plain]
+        # Written after the others; a wrong value of theirs is found before.
+        self._others = self._single + [pair for pair, *_ in self._compressed]
 
     def execute(self) -> None:
         """Make the write."""
         if self._together:
             self._write_together()
+        if self._compressed:
+            self._write_compressed()
         for variable, x in self._single:
             getattr(variable, self._operation.value)(x)
 
@@ -460,7 +475,7 @@ class GroupedWrite:
         first, registry = states[0], owner.registry
         if registry is not None and not registry.is_free and registry.is_due(first.tally):
             registry.before_write(states)
-        if not self._single and FlatBucket.takes(owner, states, self._ops):
+        if not self._others and FlatBucket.takes(owner, states, self._ops):
             self._bucket().perform(name, self._operand)
             first.count_step()
             return
@@ -470,6 +485,33 @@ class GroupedWrite:
         first.count_step()
         for state in states:
             state.count_write()
+
+    def _write_compressed(self) -> None:
+        owner, states = self._owner, [state for _, state, _ in self._compressed]
+        for state in states:
+            state.check_replicas()
+        storages = [state.storage for state in states]
+        with write_once(owner, storages):
+            owner.communicator.perform(self._name, self._checked_compressed, owner.timeout).commit()
+        for state in states:
+            state.count_step()
+            state.count_write()
+
+    def _checked_compressed(self) -> CompressedWrite:
+        """Check the operands, and return the call that sends them compressed."""
+        owner, updates, kinds, options = self._owner, [], [], []
+        for (_, x), state, op in self._compressed:
+            assert state.compression is not None
+            options.append((op, *signature_of(state.compression.compressor)))
+            array = checked_operand(state, self._operation, x, is_reduced=True)
+            wide = array.astype(reduction(op, array.dtype).accumulate, copy=False)
+            updates.append(VariableUpdate(state, self._operation, wide, op))
+            kinds.append((array.dtype.name, array.shape))
+        for variable, x in self._single:
+            checked_operand(variable, self._operation, x, is_reduced=False)
+        names = tuple([one.state.name for one in updates])
+        spec = _spec(self._name, names, tuple(kinds), tuple(options), reproducible=False)
+        return CompressedWrite(spec, CompressedUpdates(owner.communicator, updates))
 
     def _bucket(self) -> FlatBucket:
         """Return the flat bucket of these variables; create it at their first grouped write."""
@@ -487,7 +529,7 @@ class GroupedWrite:
         """Check the operands, and return the call that writes the variables."""
         owner, ops = self._owner, self._ops
         arrays = [self._operand(number) for number in range(len(self._states))]
-        for variable, x in self._single:
+        for variable, x in self._others:
             checked_operand(variable, self._operation, x, is_reduced=False)
         targets = [state.storage.writable() for state in self._states]
         names = tuple([state.name for state in self._states])
@@ -527,14 +569,21 @@ def _spec(
     name: str,
     names: tuple[str, ...],
     kinds: tuple[tuple[str, tuple[int, ...]], ...],
-    ops: tuple[str, ...],
+    ops: tuple[Any, ...],
     *,
     reproducible: bool,
 ) -> CollectiveSpec:
     """Return the description of a grouped write of variables of these names and kinds."""
     more = f", … ({len(names)} variables)" if len(names) > 3 else ""
     label = f"{name} of {', '.join(map(repr, names[:3]))}{more}"
-    return CollectiveSpec(label, reproducible=reproducible, kinds=kinds, options=(names, ops))
+    return CollectiveSpec(
+        label,
+        reproducible=reproducible,
+        kinds=kinds,
+        options=(names, ops),
+        variable=names_text(names),
+        access=name,
+    )
 
 
 def _op(action: Action) -> str:

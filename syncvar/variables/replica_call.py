@@ -151,10 +151,12 @@ class _EqualityCall(TransferCall):
     A persistent call can make it. If the inputs differ, another call has to exchange them.
     """
 
-    def __init__(self, communicator: Communicator, x: NDArray[Any], label: str) -> None:
+    def __init__(self, communicator: Communicator, x: NDArray[Any], name: CollectiveSpec) -> None:
         digest = np.array([digest_of(x)], np.uint64)
         layout = gathered_layout(digest, 0, communicator.size, communicator.member_rank)
-        super().__init__(communicator, _same_spec("alike", label, x), layout, [digest])
+        spec = _same_spec("alike", name.collective, x)
+        super().__init__(communicator, spec, layout, [digest])
+        self.about(name.variable, name.access)
 
     def blocks_of(self, parts: list[NDArray[Any]], out: Any) -> Blocks:
         return gathered_blocks(parts[0], out, self.size, self.rank)
@@ -164,22 +166,28 @@ class _EqualityCall(TransferCall):
 
 
 def are_equal(
-    communicator: Communicator, x: NDArray[Any], label: str, timeout: float | None
+    communicator: Communicator, x: NDArray[Any], name: CollectiveSpec, timeout: float | None
 ) -> bool | None:
     """Return the result of `_EqualityCall` by a persistent call; None if nothing was done."""
-    key, digest = ("alike", label), np.array([digest_of(x)], np.uint64)
+    key, digest = ("alike", name.collective), np.array([digest_of(x)], np.uint64)
     known = communicator.persistent_calls
     if key_of(key, digest) not in known and len(known) >= _ALIKE_MAX:
         return None
-    check = partial(_EqualityCall, communicator, x, label)
+    check = partial(_EqualityCall, communicator, x, name)
     found = call_persistent(communicator, key, digest, None, timeout, check)
     return None if found is None else bool((found == digest).all())
 
 
 def combine(
-    state: VariableState, action: Action, label: str, operand: Callable[[], Any], request: Any
+    state: VariableState,
+    action: Action,
+    name: CollectiveSpec,
+    operand: Callable[[], Any],
+    request: Any,
 ) -> Any:
     """Make one collective of the replicas, and return its result.
+
+    `name` has the name of the call, its variable and the access.
 
     If `operand` raises on a rank, that rank informs the others and no copy changes.
     """
@@ -188,16 +196,17 @@ def combine(
 
     def check() -> Any:
         x, hint = operand(), _difference_hint(state)
-        return request(ReplicaAccess(action, communicator, label, hint, owner.reproducible), x)
+        access = ReplicaAccess(action, communicator, name.collective, hint, owner.reproducible)
+        return request(access, x).about(name.variable, name.access)
 
     state.tally.collectives += 1
     is_same = action.travel is Travel.SAME and request is not RowsCall
     if is_same and is_compared_first(communicator):
-        together = _same_everywhere(state, label, operand)
+        together = _same_everywhere(state, name, operand)
         if together is not None:
             return together
         state.tally.collectives += 1
-    return communicator.perform(label, check, owner.timeout)
+    return communicator.perform(name, check, owner.timeout)
 
 
 def _difference_hint(state: VariableState) -> str:
@@ -223,7 +232,7 @@ def _difference_hint(state: VariableState) -> str:
 
 
 def _same_everywhere(
-    state: VariableState, label: str, operand: Callable[[], NDArray[Any]]
+    state: VariableState, name: CollectiveSpec, operand: Callable[[], NDArray[Any]]
 ) -> NDArray[Any] | None:
     """Return the common input of all replicas; None, on all of them, if the inputs differ."""
     communicator, timeout = state.owner.communicator, state.owner.timeout
@@ -235,13 +244,13 @@ def _same_everywhere(
     except Exception:  # noqa: S110  (the slow path raises it again, and informs the others)
         pass
     else:
-        are_same = are_equal(communicator, inputs[0], label, timeout)
+        are_same = are_equal(communicator, inputs[0], name, timeout)
 
     def check() -> Any:
         if not inputs:
             inputs.append(operand())
-        return _EqualityCall(communicator, inputs[0], label)
+        return _EqualityCall(communicator, inputs[0], name)
 
     if are_same is None:
-        are_same = communicator.perform(label, check, timeout)
+        are_same = communicator.perform(name, check, timeout)
     return inputs[0] if are_same else None

@@ -17,6 +17,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from syncvar.core.array_arguments import as_array
 from syncvar.core.array_types import dtype_index
 from syncvar.core.errors import ConfigError, RowOutOfRange, UsageError
+from syncvar.core.html_table import array_rows, html_table
 from syncvar.core.reduce_ops import reduction
 from syncvar.variables.policy import AccessKind
 
@@ -64,6 +65,11 @@ class DistributedValues:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._value!r})"
+
+    def _repr_html_(self) -> str:
+        return html_table(
+            f"sv.{type(self).__name__}: the part of this rank", array_rows(self._value)
+        )
 
 
 def _refuse_ambiguous(label: str) -> Callable[..., NoReturn]:

@@ -13,18 +13,26 @@ import numpy as np
 from syncvar._native.constants import StoreResult
 from syncvar.collectives.stage_builders import meet
 from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.html_table import html_table, preview
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.collective_spec import CollectiveSpec
 from syncvar.variables import variable_reads, variable_writes
-from syncvar.variables.create import VariableInit, VariableSpec, agree_on_variable
+from syncvar.variables.create import (
+    VariableInit,
+    VariableSpec,
+    agree_on_variable,
+    init_in_world,
+)
 from syncvar.variables.policy import AccessKind, VariableAggregation, VariableSynchronization
 from syncvar.variables.values import ArrayProtocol
+from syncvar.variables.variable_compression import VariableCompression
 from syncvar.variables.variable_owner import current_owner, current_scope
-from syncvar.variables.variable_state import PLAIN_WRITES, VariableState
+from syncvar.variables.variable_state import PLAIN_WRITES, VariableState, state_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from syncvar.collectives.compressors import Codec, PowerSGD
     from syncvar.variables.variable_owner import RemoteOptimizer
     from syncvar.variables.variable_state import Write
 
@@ -34,6 +42,7 @@ COPIED = "syncvar: functions to call with each copied variable"
 _ASSIGN, _ADD, _SUB = AccessKind.ASSIGN, AccessKind.ASSIGN_ADD, AccessKind.ASSIGN_SUB
 _STORED: int = StoreResult.STORED
 _PACES = ("eager", "deferred")
+_NAME_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,17 @@ class Explanation:
         lines += ["step {}: {} -> {}, {}".format(*change) for change in self.changes]
         lines += [f"now: {self.reason}"] if self.reason else []
         return "\n".join(lines)
+
+
+def move_variable(variable: Variable) -> None:
+    """Move a variable to the world to which its strategy has moved; each copy keeps its value.
+
+    Sends nothing, except for shared copies: the replicas of a host meet to make one. All replicas
+    move their variables in the same order.
+    """
+    state = variable._state  # noqa: SLF001  (its own class)
+    if state.context is not state.owner.context:
+        variable._move()  # noqa: SLF001  (its own class)
 
 
 def explain(state: VariableState) -> Explanation:
@@ -139,6 +159,11 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         synchronization: When the copies are made equal; a `VariableSynchronization` or its name.
         aggregation: How values of several replicas become one; a `VariableAggregation` or its name.
         shape: Required shape of the initial value; None for any.
+        compress: "float16", "bfloat16", "int8", "topk", "powersgd", or a compressor of
+            `sv.compressors`, the same on every replica. What the replicas add up then travels in
+            fewer bytes: the operands of ON_WRITE writes, and the copies of ON_READ reads. For real
+            floating numbers with SUM or MEAN. Rows of scatter writes and cross context stay exact.
+            What "topk" and "powersgd" leave out of a write, the next writes add.
 
     Raises:
         ConfigError: A wrong argument; the other replicas raise MismatchError.
@@ -161,7 +186,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             return object.__new__(cls)
         return object.__new__(place.owner.variable_class(options.get("synchronization")) or cls)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public signature)
         self,
         initial_value: Any,
         *,
@@ -171,9 +196,10 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         synchronization: Any = VariableSynchronization.AUTO,
         aggregation: Any = VariableAggregation.NONE,
         shape: Any = None,
+        compress: str | Codec | PowerSGD | None = None,
     ) -> None:
         mode = synchronization, aggregation
-        spec = VariableSpec(initial_value, trainable, name, dtype, *mode, shape)
+        spec = VariableSpec(initial_value, trainable, name, dtype, *mode, shape, compress)
         self._init_from(agree_on_variable(current_owner(), spec, stacklevel=2))
 
     def _init_from(self, init: VariableInit) -> None:
@@ -183,6 +209,20 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._shape, self._dtype = state.shape, state.dtype
         self._requested, self._synchronization = state.requested, state.synchronization
         self._aggregation = state.aggregation
+        if init.compressor is not None:
+            state.compression = self._compression(init.compressor)
+
+    def _compression(self, compressor: Codec | PowerSGD) -> VariableCompression:
+        """Return the compression of its sums, with the variables that it needs. Collective."""
+        compression = VariableCompression(self._state, compressor)
+        for slot, (shape, mode) in compression.missing.items():
+            name = f"{self._name[: _NAME_MAX - 1 - len(slot)]}/{slot}"
+            value, is_trainable = np.zeros(shape, np.float32), False
+            modes = mode, VariableAggregation.NONE
+            spec = VariableSpec(value, is_trainable, name, None, *modes)
+            variable = Variable.from_init(agree_on_variable(self._owner, spec))
+            compression.add(slot, variable, state_of(variable))
+        return compression
 
     @classmethod
     def from_init(cls, init: VariableInit) -> Variable:
@@ -190,6 +230,22 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         variable = Variable.__new__(Variable)
         variable._init_from(init)  # noqa: SLF001  (its own class)
         return variable
+
+    def _move(self) -> None:
+        old = self._state
+        value, mode = old.storage.array.copy(), (old.requested, old.aggregation)
+        init = VariableInit(old.owner, old.namespace, old.name, value, self._trainable, *mode)
+        self._init_from(init_in_world(init))
+        self._state.are_parts = old.are_parts
+        if old.pin is not None:
+            self._state.set_pin(old.pin, 0)
+        compression = old.compression
+        if compression is not None:
+            for slot, variable in compression.variables.items():
+                move_variable(variable)
+                compression.add(slot, variable, state_of(variable))
+            compression.restart()
+            self._state.compression, self._state.rule = compression, old.rule
 
     # -- properties --------------------------------------------------------------------------------
 
@@ -240,6 +296,16 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             f"<sv.Variable {self.name!r} {self._synchronization.name} + {self._aggregation.name} "
             f"shape={self._shape} dtype={self._dtype.name} local={shown}>"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("synchronization", self._synchronization.name),
+            ("aggregation", self._aggregation.name),
+            ("dtype", self._dtype.name),
+            ("shape", self._shape),
+            ("copy of this rank", preview(self._state.storage.expose())),
+        ]
+        return html_table(f"sv.Variable {self.name}", rows)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -450,21 +516,22 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
                 )
 
         label = f"pin variable {self.name!r} to {mode}"
-        meet(owner.communicator, CollectiveSpec(label), owner.timeout, check)
-        if mode == (state.pace if state.is_pinned else None):
-            return
-        state.is_pinned = mode is not None
-        step = state.tally.writes if registry is None or not registry.runs else registry.runs
-        state.change_pace(mode or "eager", step, "pinned" if mode else "pin taken off")
-        if state.is_counted and registry is not None and state.entry is not None:
-            registry.record_pin(state.entry, state.counts(), is_pinned=state.is_pinned)
+        spec = CollectiveSpec(label, variable=self.name, access="pin")
+        meet(owner.communicator, spec, owner.timeout, check)
+        if mode != state.pin:
+            step = state.tally.writes if registry is None or not registry.runs else registry.runs
+            state.set_pin(mode, step)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Variable:
         state = self._state
         state.flush()
         value, mode = state.storage.expose(), (self._requested, self._aggregation)
-        spec = VariableSpec(value, self.trainable, self.name, None, *mode)
+        compression = state.compression
+        compressor = None if compression is None else compression.compressor
+        spec = VariableSpec(value, self.trainable, self.name, None, *mode, None, compressor)
         copied = memo[id(self)] = Variable.from_init(agree_on_variable(state.owner, spec, own=True))
+        if compression is not None:
+            compression.copy_to(state_of(copied).compression)
         for note in memo.get(COPIED, ()):
             note(self, copied)
         return copied

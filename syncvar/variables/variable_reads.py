@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.collectives.compressed_reduce import compressed_sum, flat_values, with_compressor
 from syncvar.collectives.gather import AllGatherCall
 from syncvar.collectives.reduce_args import ReduceOptions, persistent_reduction
 from syncvar.collectives.sharded_sums import tree_combined
@@ -21,19 +22,30 @@ from syncvar.core.errors import (
     UsageError,
     error_message,
 )
+from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.protocol.object_codec import unpack_object
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import CheckedCall
 from syncvar.variables.policy import AccessKind, CallContext, Travel, VariableSynchronization
 from syncvar.variables.replica_call import checked_call, combine
+from syncvar.variables.variable_compression import ReadHistory
 from syncvar.variables.variable_owner import context_here
 from syncvar.variables.variable_state import copy_key, persistent_reads, read_only
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from numpy.typing import NDArray
 
+    from syncvar.collectives.compressed_reduce import AnySum
+    from syncvar.runtime.request import Stage
+    from syncvar.variables.replica_call import ReplicaAccess
+    from syncvar.variables.variable_compression import VariableCompression
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
 
 _SUMS = (Travel.SUM, Travel.MEAN)
+_ON_READ = VariableSynchronization.ON_READ
 
 
 def read_value(state: VariableState, *, copy: bool) -> NDArray[Any]:
@@ -74,8 +86,20 @@ def read_from(state: VariableState, rank: int) -> NDArray[Any]:
     return state.storage.expose()
 
 
+def exact_value(state: VariableState) -> NDArray[Any]:
+    """Return the value as `sync` does, and exactly even if reads travel compressed."""
+    if state.compression is None or state.synchronization is not _ON_READ:
+        return read(state, AccessKind.SYNC)
+    state.flush()
+    state.count_read()
+    return _read_together(state, (AccessKind.SYNC, context_here(state.owner)), is_exact=True)
+
+
 def _read_together(
-    state: VariableState, where: tuple[AccessKind, CallContext | None]
+    state: VariableState,
+    where: tuple[AccessKind, CallContext | None],
+    *,
+    is_exact: bool = False,
 ) -> NDArray[Any]:
     """Read by a collective of all replicas, and cache the next read."""
     owner, operation = state.owner, where[0]
@@ -93,25 +117,87 @@ def _read_together(
             state.check_sum(state.describe(operation))
         return array
 
-    is_on_read = state.synchronization is VariableSynchronization.ON_READ
-    if communicator.uneven is not None and is_on_read:
+    if communicator.uneven is not None and state.synchronization is _ON_READ:
         communicator.agree_on_members(label, owner.timeout)
         if len(communicator.whole) > communicator.size:
             return read_only(combine_with_absent(state, operand(), travel, label))
-    value = combine(state, action, label, operand, checked_call)
+    name = CollectiveSpec(label, variable=state.name, access=operation.value)
+    if state.compression is not None and travel in _SUMS:
+        request = partial(CompressedRead, state.compression, is_exact=is_exact)
+        return read_only(combine(state, action, name, operand, request).commit())
+    value = combine(state, action, name, operand, checked_call)
     del held
     if travel is Travel.MEETING:
         return state.storage.expose()
     if travel in _SUMS:
         op = "sum" if travel is Travel.SUM else "mean"
         options = ReduceOptions(owner.reproducible)
-        call = persistent_reduction(communicator, array, op, label, options)
+        call = persistent_reduction(communicator, array, op, name, options)
         if call is not None:
             cached, look = persistent_reads(owner, state.storage, state.tally, call)
             state.reading[where] = cached
             if operation is AccessKind.READ and state.queue is None:
                 state.look = look
     return read_only(value)
+
+
+class CompressedRead(CheckedCall):
+    """A read of an ON_READ variable; its result is this call, whose `commit` returns the value."""
+
+    def __init__(
+        self,
+        compression: VariableCompression,
+        access: ReplicaAccess,
+        x: NDArray[Any],
+        *,
+        is_exact: bool = False,
+    ) -> None:
+        plain = checked_call(access, x)
+        compressor, history = compression.compressor, compression.history
+        self._compression, self._dtype, self._shape = compression, x.dtype, x.shape
+        self._wide = x.astype(reduction("sum", x.dtype).accumulate)
+        is_exact = is_exact or (compression.keeps_error and history is None)
+        self._plain = plain if is_exact else None
+        super().__init__(plain.spec if is_exact else with_compressor(plain.spec, compressor))
+        self._outgoing, self._value = flat_values([]), self._wide
+        self._sum: AnySum | None = None
+        if is_exact:
+            return
+        with quiet():
+            self._outgoing = flat_values(
+                [self._wide if history is None else self._wide - history.sent]
+            )
+        communicator, mean = access.communicator, access.action.travel is Travel.MEAN
+        values, factors = self._outgoing, [compression.last_factor()]
+        self._sum = compressed_sum(
+            communicator, values, [x.shape], compressor, mean=mean, factors=factors
+        )
+
+    def stages(self) -> Generator[Stage, None, CompressedRead]:
+        """Yield the stages, which end with this call."""
+        if self._plain is not None:
+            self._value = yield from self._plain.stages()
+        else:
+            assert self._sum is not None
+            self._value = (yield from self._sum.stages()).reshape(self._shape)
+        return self
+
+    def commit(self) -> NDArray[Any]:
+        """Remember what has travelled, and return the value."""
+        compression, history = self._compression, self._compression.history
+        value: NDArray[Any] = np.asarray(self._value, self._wide.dtype)
+        sent, factor = self._wide, None
+        with quiet():
+            if self._sum is not None and history is not None:
+                value = history.value + value
+                travelled = (self._outgoing - self._sum.error()).reshape(self._shape)
+                sent = history.sent + travelled
+                factor = getattr(self._sum, "factors", [None])[0]
+            result = np.array(value, self._dtype)
+        # A difference to NaN or infinity would never become finite again.
+        is_usable = compression.keeps_error and bool(np.isfinite(value).all())
+        compression.history = ReadHistory(sent, value, factor) if is_usable else None
+        return result
 
 
 def _advise_reader(state: VariableState, operation: AccessKind, error: SyncvarError) -> None:
@@ -140,7 +226,8 @@ def fetch(
     engine = communicator.engine
     assert engine is not None
     rank = communicator.whole[replica]
-    answer = engine.ask(rank, copy_key(namespace, name), label, owner.timeout)
+    spec = CollectiveSpec(label, variable=name, access=AccessKind.READ_FROM.value)
+    answer = engine.ask(rank, copy_key(namespace, name), spec, owner.timeout)
     if answer is None:
         raise UsageError(
             f"{label}: replica {replica} (rank {rank}) has no variable of this name and mode now. "
@@ -162,7 +249,12 @@ def combine_with_absent(
     """
     owner, namespace, name = state.owner, state.namespace, state.name
     communicator = owner.communicator
-    check = partial(AllGatherCall, communicator, mine[np.newaxis], name=label)
+
+    def check() -> CheckedCall:
+        return AllGatherCall(communicator, mine[np.newaxis], name=label).about(
+            name, AccessKind.READ.value
+        )
+
     gathered = communicator.perform(label, check, owner.timeout)
     copies: dict[int, NDArray[Any]] = dict(zip(communicator.present, gathered, strict=True))
     for replica in [0] if travel is Travel.FIRST else range(len(communicator.whole)):

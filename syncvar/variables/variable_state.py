@@ -18,7 +18,7 @@ import numpy as np
 from syncvar._native import AccessScope, LocalCopy, VariableCounters, access, which
 from syncvar._native.constants import WRITES_PER_DECISION, StoreResult
 from syncvar.core.array_types import dtype_index
-from syncvar.core.errors import ConfigError
+from syncvar.core.errors import ConfigError, UsageError
 from syncvar.protocol.object_codec import pack_object
 from syncvar.runtime.collective_spec import fingerprint
 from syncvar.variables.create import share_of
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Persistent
     from syncvar.variables.create import VariableInit
     from syncvar.variables.storage import Storage
+    from syncvar.variables.variable_compression import VariableCompression
     from syncvar.variables.variable_owner import VariableOwner
 
     Look = Callable[[bool], NDArray[Any] | None]
@@ -274,9 +275,13 @@ class VariableState:
     def __init__(self, init: VariableInit) -> None:
         owner = init.owner
         self.owner, self.namespace, self.name = owner, init.namespace, init.name
+        self.context = owner.context
         self.replicas = owner.communicator.size
         self.requested, self.aggregation = init.requested, init.aggregation
         self.synchronization, self.rule = resolve(init.requested)
+        self.compression: VariableCompression | None = None  # of what travels in its sums
+        if init.compressor is not None:
+            self.rule += f"; its sums travel as {init.compressor.name}"
         # The pair decides, together with the context, what each access does.
         self.kind = f"{self.synchronization.name} {self.aggregation.name}"
         self.shape, self.dtype = init.value.shape, init.value.dtype
@@ -310,6 +315,13 @@ class VariableState:
 
     def decide(self, operation: AccessKind) -> Action:
         """Return what the policy table says about an access here and now."""
+        if self.context is not self.owner.context and operation is not AccessKind.LOCAL:
+            raise UsageError(
+                f"{self.describe(operation)}: its strategy has moved to a job with other members, "
+                "and the variable has not: it is not part of the state. Write "
+                "sv.elastic.State(…, name=variable), or make the variable inside the function of "
+                "sv.elastic.run. `v.local_value()` still gives this replica's copy"
+            )
         context = context_here(self.owner)
         if context is None:
             context = context_of(self.owner, self.describe(operation))  # raises
@@ -415,11 +427,28 @@ class VariableState:
         # A read flushes the queue.
         self.look = plain_look if is_deferred else self._persistent_look()
 
-    def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
-        """Apply the sum of all replicas' increments to the copy; called by the queue."""
+    def set_pin(self, pace: str | None, step: int) -> None:
+        """Fix the pace of an AUTO variable, or let AUTO decide again; on all replicas alike."""
+        self.is_pinned = pace is not None
+        self.change_pace(pace or "eager", step, "pinned" if pace else "pin taken off")
+        registry = self.owner.registry
+        if self.is_counted and registry is not None and self.entry is not None:
+            registry.record_pin(self.entry, self.counts(), is_pinned=self.is_pinned)
+
+    @property
+    def pin(self) -> str | None:
+        """The pace that the program has fixed; None if AUTO decides."""
+        return self.pace if self.is_pinned else None
+
+    def apply(self, operation: AccessKind, total: NDArray[Any]) -> None:
+        """Apply an increment to the copy."""
         with self.storage:
             target = self.storage.writable()
             UFUNCS[operation](target, total, out=target, casting="same_kind")
+
+    def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
+        """Apply the sum of all replicas' increments to the copy; called by the queue."""
+        self.apply(operation, total)
         self.tally.collectives += 1
 
 

@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native.constants import StoreResult
-from syncvar.collectives.reduce_args import ReduceOptions, check_finite, persistent_reduction
+from syncvar.collectives.compressed_reduce import with_compressor
+from syncvar.collectives.reduce_args import (
+    ReduceOptions,
+    check_finite,
+    describe_reduction,
+    persistent_reduction,
+)
 from syncvar.core.errors import ConfigError, error_line
 from syncvar.core.reduce_ops import quiet, reduction
-from syncvar.runtime.collective_spec import fingerprint
+from syncvar.runtime.collective_spec import CollectiveSpec, fingerprint
 from syncvar.variables.policy import (
     AccessKind,
     CallContext,
@@ -29,6 +35,11 @@ from syncvar.variables.values import (
     number_array,
     operand_array,
 )
+from syncvar.variables.variable_compression import (
+    CompressedUpdates,
+    CompressedWrite,
+    VariableUpdate,
+)
 from syncvar.variables.variable_owner import context_here, context_of
 from syncvar.variables.variable_state import UFUNCS, PersistentWrite, plain_write
 
@@ -36,9 +47,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.variables.deferred_writes import WriteQueue
+    from syncvar.variables.replica_call import ReplicaAccess
     from syncvar.variables.variable_state import VariableState
 
 _SUMS = (Travel.SUM, Travel.MEAN)
+_ON_READ = VariableSynchronization.ON_READ
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
 
@@ -131,6 +144,7 @@ class ReplicaWrite(ABC):
         self.state, self.operation = state, operation
         self.action = state.decide(operation)
         self.label = state.describe(operation)
+        self.name = CollectiveSpec(self.label, variable=state.name, access=operation.value)
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
@@ -147,7 +161,7 @@ class ReplicaWrite(ABC):
     def execute(self) -> None:
         """Make the write."""
         state, action, storage = self.state, self.action, self.state.storage
-        is_on_read = state.synchronization is VariableSynchronization.ON_READ
+        is_on_read = state.synchronization is _ON_READ
         if is_on_read and action.travel is not Travel.NOTHING:
             state.owner.communicator.require_all(self.label)
         if isinstance(storage, SharedCopy) and not storage.is_staging:
@@ -172,9 +186,12 @@ class ReplicaWrite(ABC):
             state.count_step()
         self.store(together)
         state.tally.writes += 1
+        is_new = self.operation is AccessKind.ASSIGN or state.synchronization is _ON_READ
+        if state.compression is not None and action.travel is Travel.SAME and is_new:
+            state.compression.begin_anew()
 
     def _combine(self) -> Any:
-        return combine(self.state, self.action, self.label, self.operand, self.request())
+        return combine(self.state, self.action, self.name, self.operand, self.request())
 
 
 class WriteOp(ReplicaWrite):
@@ -186,7 +203,9 @@ class WriteOp(ReplicaWrite):
         self._x = _value_of(x)
         self._ufunc = UFUNCS[operation]
         self._is_reduced = self.action.travel in _SUMS
-        self.is_direct = self._is_reduced and self.action.effect is not Effect.SHARE
+        self._is_combined = self._is_reduced and self.action.effect is not Effect.SHARE
+        self._is_compressed = self._is_combined and state.compression is not None
+        self.is_direct = self._is_combined and not self._is_compressed
         self._op = "sum" if self.action.travel is Travel.SUM else "mean"
 
     def run(self) -> None:
@@ -203,10 +222,10 @@ class WriteOp(ReplicaWrite):
             if result != StoreResult.FALLBACK:
                 return
         self.execute()
-        if not self.is_direct:
+        if not self._is_combined:
             return
         is_counted = state.is_counted and operation is not AccessKind.ASSIGN
-        if cached is plain_write and not state.storage.is_shared:
+        if self.is_direct and cached is plain_write and not state.storage.is_shared:
             self._persist_next_write(is_counted=is_counted)
         if is_counted:
             state.tally.added += 1
@@ -217,9 +236,7 @@ class WriteOp(ReplicaWrite):
         state = self.state
         owner, storage = state.owner, state.storage
         options = ReduceOptions(owner.reproducible, apply=self._ufunc)
-        call = persistent_reduction(
-            owner.communicator, storage.array, self._op, self.label, options
-        )
+        call = persistent_reduction(owner.communicator, storage.array, self._op, self.name, options)
         if call is not None:
             write = PersistentWrite(owner, storage, state.tally, call, counts=is_counted)
             state.persistent_writes[self.operation] = write.build()
@@ -238,7 +255,17 @@ class WriteOp(ReplicaWrite):
 
     def request(self) -> Any:
         """Return the function that builds the collective from the input."""
+        if self._is_compressed:
+            return self._build_compressed
         return self._build_in_place if self.is_direct else checked_call
+
+    def _build_compressed(self, access: ReplicaAccess, x: NDArray[Any]) -> CompressedWrite:
+        compression = self.state.compression
+        assert compression is not None
+        _, spec = describe_reduction(x, self._op, access.label, ReduceOptions())
+        update = VariableUpdate(self.state, self.operation, x, self._op)
+        updates = CompressedUpdates(access.communicator, [update])
+        return CompressedWrite(with_compressor(spec, compression.compressor), updates)
 
     def _build_in_place(self, *arguments: Any, **options: Any) -> Any:
         # Keeps the old content: the replicas may disagree.
@@ -256,8 +283,11 @@ class WriteOp(ReplicaWrite):
         # Half types are summed in float32, and rounded once after the copy was added.
         return array.astype(reduction("sum", array.dtype).accumulate, copy=False)
 
-    def store(self, together: NDArray[Any]) -> None:
+    def store(self, together: Any) -> None:
         """Apply the result of the collective to the copy."""
+        if self._is_compressed:
+            together.commit()
+            return
         if self.is_direct:
             return  # the collective has written the copy
         state, ufunc = self.state, self._ufunc
@@ -305,3 +335,7 @@ class ScatterOp(ReplicaWrite):
             copy = total if self._is_split else state.storage.array
             changed = apply_rows(self.operation, copy, rows, divisor=divisor)
             state.keep(state.share(changed) if self._is_split else changed)
+        is_same = self.action.travel is Travel.SAME
+        is_new = is_same and self.operation is AccessKind.SCATTER_UPDATE
+        if is_new and state.compression is not None:
+            state.compression.begin_anew(rows.indices)

@@ -36,7 +36,7 @@ HELPERS = {  # what the launcher starts for itself, by a word of the command lin
 }
 HELPER_WORDS = {  # what the launcher says when one of them is missed
     "guardian": (),
-    "fork server": ("was killed by signal 9 (SIGKILL)",),  # it, or a worker that it has just forked
+    "fork server": ("was killed by signal 9 (SIGKILL)",),
     "agent": ("its agent has ended", "the agent ended with -9"),
 }
 
@@ -107,7 +107,10 @@ def draw_helper(dice):
 
 
 def helpers(launcher):
-    """Return the helpers of a launcher: ("helper", name) -> pid; of several the last."""
+    """Return the helpers of a launcher: ("helper", name) -> pid; of several the last.
+
+    A child that a helper has just forked still has the helper's command line. It is not one.
+    """
     parents, words = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -120,7 +123,7 @@ def helpers(launcher):
         while above in parents and above != launcher:
             above = parents[above]
         for name, word in HELPERS.items():
-            if above == launcher and word in line:
+            if above == launcher and word in line and word not in words.get(parents[pid], b""):
                 found["helper", name] = pid
     return found
 

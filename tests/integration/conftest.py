@@ -1,3 +1,8 @@
 """Fixtures of the tests of several ranks."""
 
-from tests.support.fixtures import foreign_link, launch, runtime  # noqa: F401
+from tests.support.fixtures import (  # noqa: F401
+    foreign_link,
+    jobs_of_this_test,
+    launch,
+    runtime,
+)

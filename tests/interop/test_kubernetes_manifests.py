@@ -4,10 +4,11 @@ import copy
 import json
 
 import pytest
+import yaml
 
 from syncvar.bootstrap.launch_env.detection import launcher_info
 from tests.support.kubernetes_pods import manifests, pods_of_job, pods_of_set
-from tests.support.paths import TESTS
+from tests.support.paths import CONFIGS, TESTS
 
 SCHEMAS = json.loads((TESTS / "support" / "kubernetes_fields.json").read_text())
 KINDS = {
@@ -61,9 +62,11 @@ def schema_of(document):
     return SCHEMAS[f"{document['apiVersion']} {document['kind']}"]
 
 
-@pytest.mark.parametrize("name", ["kubernetes-jobset.yaml", "kubernetes-indexed-job.yaml"])
+@pytest.mark.parametrize(
+    "name", ["kubernetes-jobset.yaml", "kubernetes-indexed-job.yaml", "kubernetes-elastic.yaml"]
+)
 def test_a_manifest_is_what_its_schema_allows(name):
-    for document in manifests(name).values():
+    for document in yaml.safe_load_all((CONFIGS / name).read_text()):
         assert list(wrong(document, schema_of(document))) == []
 
 

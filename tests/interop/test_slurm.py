@@ -139,6 +139,28 @@ def test_digits_ends_with_the_weights_that_it_has_under_syncvar_launch(cluster):
     assert "workers=4" in done.stdout
 
 
+ELASTIC = """
+import sys
+import syncvar as sv
+state = sv.elastic.State(step=0)
+
+@sv.elastic.run
+def train(state):
+    state.step += 1
+    state.commit()
+    sys.stdout.write(f"rank {sv.rank()} of {sv.world_size()} at step {state.step}\\n")
+
+train(state)
+"""
+
+
+def test_tasks_of_srun_call_an_elastic_function_once(cluster, tmp_path):
+    (tmp_path / "elastic.py").write_text(ELASTIC)
+    done = srun(cluster, "-N2", "-n4", sys.executable, str(tmp_path / "elastic.py"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 4 at step 1" for rank in range(4)]
+
+
 def sweep(cluster):
     """Run another job, which removes the private folders of one whose ranks were killed."""
     done = srun(cluster, "-N2", "-n2", sys.executable, "-c", "import syncvar as sv; sv.barrier()")

@@ -55,7 +55,7 @@ def test_gradients_are_the_mean_for_any_size_of_buckets(torch, nbytes):
         from syncvar.torch import DataParallel
 
         net = net_of(torch, seed=sv.rank())  # rank 0's values count
-        model = DataParallel(net, bucket_nbytes=nbytes, first_bucket_nbytes=nbytes)
+        model = DataParallel(net, bucket_bytes=nbytes, first_bucket_bytes=nbytes)
         assert sv.check_equal(net)
         for step in range(3):
             x = batches(torch, sv.rank(), step + 1)[-1]
@@ -103,7 +103,7 @@ def test_a_backward_pass_that_raises_leaves_nothing_to_the_next_one(torch):
 
         first, second = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
         net = torch.nn.Sequential(first, torch.nn.Identity(), second)
-        model = DataParallel(net, bucket_nbytes=1, first_bucket_nbytes=1)
+        model = DataParallel(net, bucket_bytes=1, first_bucket_bytes=1)
         hook = net[1].register_forward_hook(lambda _net, _inputs, y: y.register_hook(fail) and None)
         with pytest.raises(ValueError, match="Size"):  # the gradient of `second` is on its way
             (model(torch.ones(1, 1)) * 9).sum().backward()
@@ -124,7 +124,7 @@ def test_loops_of_different_lengths(torch):
 
         torch.manual_seed(0)
         net = torch.nn.Linear(4, 3)
-        model = DataParallel(net, first_bucket_nbytes=1)
+        model = DataParallel(net, first_bucket_bytes=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with sv.uneven(net, optimizer):
             for x in batches(torch, sv.rank(), 1 + 2 * sv.rank()):
@@ -143,7 +143,7 @@ def test_the_ranks_continue_while_others_still_compute(torch):
         from syncvar.torch import DataParallel
 
         net = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(4)))
-        model = DataParallel(net, bucket_nbytes=1, first_bucket_nbytes=1)
+        model = DataParallel(net, bucket_bytes=1, first_bucket_bytes=1)
         seen = []
         net[0].register_full_backward_hook(lambda *_: seen.append(model._started))
         model(torch.ones(2, 20, requires_grad=True)).sum().backward()

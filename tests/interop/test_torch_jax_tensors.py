@@ -311,3 +311,21 @@ def test_jax_arrays_in_give_jax_arrays_out(jax, layout):
         assert jnp.from_dlpack(sv.Variable([1.0, 2.0])).tolist() == [1.0, 2.0]
 
     everywhere(fn, layout)
+
+
+def diloco_steps(wrap):
+    w = sv.Variable(np.ones(6, np.float32), synchronization="NONE")
+    optimizer = sv.optimizers.DiLoCo(sv.optimizers.AdamW(0.1), steps=2, delay=1)
+    for step in range(5):
+        gradient = np.arange(6, dtype=np.float32) + step * sv.rank()
+        optimizer.apply_gradients([(wrap(gradient), w)])
+    optimizer.finish()
+    return w.numpy().tobytes()
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_an_outer_optimizer_takes_gradients_of_both(library, request):
+    module = request.getfixturevalue(library)
+    wrap = module.from_numpy if library == "torch" else imported("jax.numpy").asarray
+    expected = everywhere(lambda: diloco_steps(np.asarray))
+    assert everywhere(lambda: diloco_steps(wrap)) == expected

@@ -155,4 +155,5 @@ def test_strangers_cost_a_job_nothing(hosts, tmp_path, kind, phase):
         )
     finally:
         job.close()
-    assert len(places) == (2 if phase == "R" else 3), places
+    # In phase C two ranks have one port each, and the higher one another for its lane.
+    assert len(places) == (2 if phase == "R" else 4), places

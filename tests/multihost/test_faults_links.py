@@ -267,11 +267,17 @@ def last_turns(job):
     return turns
 
 
-def test_f23_connections_are_reset_in_the_middle_of_a_frame(hosts, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [({}, 10), ({"SYNCVAR_ENCRYPTION": "control-only"}, 2), ({"SYNCVAR_TRANSPORT": "zmq"}, 2)],
+    ids=["tls", "plain", "zmq"],
+)
+def test_f23_connections_are_reset_in_the_middle_of_a_frame(hosts, tmp_path, settings, times):
+    env = {"SYNCVAR_LOST_AFTER_S": "15", **settings}
     hosts.set_rate(2, 400)
     try:
-        for number in range(10):
-            job = begin(hosts, tmp_path / f"job{number}", "X", SUMS, ["2000000"])
+        for number in range(times):
+            job = begin(hosts, tmp_path / f"job{number}", "X", SUMS, ["2000000"], env=env)
             try:
                 job.await_events("sum", 4 + number)
                 time.sleep(0.01 * number)

@@ -155,3 +155,34 @@ def test_whoever_is_killed_nothing_is_left_on_any_host(hosts, start, victim):
         job.close()
         for path in job.folder.glob("events-*"):
             path.unlink()
+
+
+GROWS = """
+    import os
+    import probe
+    import syncvar as sv
+
+    state = sv.elastic.State(step=0)
+
+    @sv.elastic.run
+    def train(state):
+        while sv.world_size() < 3:
+            state.step += 1
+            state.commit()
+        probe.note("complete", step=state.step)
+
+    train(state)
+"""
+
+
+@pytest.mark.slow
+def test_hosts_that_come_while_an_elastic_job_begins_are_not_refused(hosts, tmp_path):
+    job = Joined(tmp_path, GROWS, None, workers="1:3", address=hosts.names[0], prefix=hosts.prefix)
+    try:
+        for index in range(3):  # the first one is enough to begin
+            job.join("--slots", "1", prefix=at(hosts, index))
+        assert job.wait(120) == 0, job
+        assert job.codes() == [0] * 3, job
+        assert len(job.events("complete")) == 3, job
+    finally:
+        job.close()

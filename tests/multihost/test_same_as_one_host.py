@@ -5,10 +5,12 @@ import os
 import re
 import signal
 import socket
+import time
 
 import pytest
 from test_several_hosts import at, start
 
+from syncvar.core.exit_status import NOTICE_ECHO_S
 from tests.support.launching import Job, check_bound
 
 pytestmark = pytest.mark.slow
@@ -237,6 +239,7 @@ def test_an_agent_told_to_end_ends_its_ranks_in_order_and_the_second_time_at_onc
         if name == "stubborn":
             job.await_events("ignored", 1, rank=2)
             assert job.process.poll() is None
+            time.sleep(NOTICE_ECHO_S)  # else both are one notice
             os.kill(hosts.agent(2), signal.SIGTERM)
         assert job.wait(120) == code, job
         assert f"rank 2 on {hosts.names[2]}" in job.err

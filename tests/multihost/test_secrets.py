@@ -51,6 +51,8 @@ def forms(secret):
         keys.member[1],
         keys.listener[1],
         keys.tickets,
+        keys.lanes,
+        keys.lanes.hex().encode(),
         keys.tickets.hex().encode(),
         keys.ticket(0, 1),
         keys.ticket(1, 0),

@@ -410,18 +410,18 @@ def test_why_a_rank_shows_no_stack_is_told_of_other_hosts_too(tmp_path):
     ("words", "told"),
     [
         (
-            b"syncvar-agent 3\n\xff\xff\xff\xff",
+            b"syncvar-agent 5\n\xff\xff\xff\xff",
             "its agent is not understood: a message of 4294967295 bytes is above",
         ),
         (
-            b"syncvar-agent 3\n" + pack("facts", facts={"host": "n"}),
+            b"syncvar-agent 5\n" + pack("facts", facts={"host": "n"}),
             "its agent is not understood: its facts about its host have other fields",
         ),
         (
             b"syncvar-agent 1\n",
             (
                 "its agent is not understood: it speaks version 1 of the agent protocol, and the "
-                "launcher speaks version 3; install the same syncvar on all"
+                "launcher speaks version 5; install the same syncvar on all"
             ),
         ),
     ],

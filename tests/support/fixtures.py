@@ -27,6 +27,15 @@ def launch(tmp_path):
 
 
 @pytest.fixture
+def jobs_of_this_test(monkeypatch):
+    """Let commands see no jobs that run beside this test."""
+    monkeypatch.setattr(
+        "syncvar.cli.running_jobs.job_folders",
+        lambda environ: [environ.get("XDG_RUNTIME_DIR", "") + "/syncvar"],
+    )
+
+
+@pytest.fixture
 def runtime():
     """A runtime directory of the test's own; below the folder of a test, paths of sockets in it would be too long."""
     with tempfile.TemporaryDirectory(prefix="sv-") as made:

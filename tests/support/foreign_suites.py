@@ -54,9 +54,11 @@ class Suite:
 
     def collected(self):
         """Return the names of the tests."""
-        lines = self.job(["collect"], workers=1)[0]
-        names = [name for name, phase, *_ in lines if phase == "collect"]
-        return [name for name in dict.fromkeys(names) if name.startswith(CHOSEN[self.library])]
+        lines = self.job(["collect", *CHOSEN[self.library]], workers=1)[0]
+        names = dict.fromkeys(name for name, phase, *_ in lines if phase == "collect")
+        if not names:
+            raise SystemExit(f"no test found: {(self.scratch / 'output').read_text()[-2000:]}")
+        return list(names)
 
     def job(self, tests, workers):
         """Run tests in a job, and return the lines of each rank."""

@@ -60,10 +60,12 @@ class Hosts:
     Args:
         folder: An empty folder of its own.
         count: How many.
+        ahead_s: By how many seconds the clocks of hosts are ahead of that of this machine, by host.
     """
 
-    def __init__(self, folder, count):
+    def __init__(self, folder, count, ahead_s=None):
         self.folder = Path(folder)
+        self.ahead_s = ahead_s or {}
         self.names = [f"{NETWORK}.{10 + index}" for index in range(count)]
         self.names_6 = [f"{NETWORK_6}{10 + index}" for index in range(count)]
         tag = uuid.uuid4().hex[:6]
@@ -148,7 +150,7 @@ class Hosts:
         )
         with (self.folder / f"sshd{index}.log").open("wb") as log:
             server = subprocess.Popen(
-                ["ip", "netns", "exec", self.spaces[index], _SSHD, "-D", "-e", "-f", str(config)],
+                [*self._in_space(index), _SSHD, "-D", "-e", "-f", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -160,6 +162,11 @@ class Hosts:
                 raise AssertionError((self.folder / f"sshd{index}.log").read_text())
             time.sleep(0.01)
         return server
+
+    def _in_space(self, index):
+        space = ["ip", "netns", "exec", self.spaces[index]]
+        ahead_s = self.ahead_s.get(index)
+        return [*space, "unshare", "--time", "--monotonic", str(ahead_s)] if ahead_s else space
 
     @property
     def prefix(self):
@@ -263,6 +270,7 @@ class Hosts:
 
     def set_rate(self, index, mbit):
         """Let no more than so many Mbit/s out of a host, and into it; None lets pass what comes."""
+        burst_kb = max(128, (mbit or 0) // 8)  # a timer that is 1 ms late loses nothing
         for device, namespace in (("eth0", self.spaces[index]), (f"p{index}", self.switch)):
             if mbit is None:
                 _run("tc", "qdisc", "del", "dev", device, "root", namespace=namespace)
@@ -278,11 +286,26 @@ class Hosts:
                 "rate",
                 f"{mbit}mbit",
                 "burst",
-                "128kb",
+                f"{burst_kb}kb",
                 "latency",
                 "50ms",
                 namespace=namespace,
             )
+
+    def join_slowly(self, first, second, mbit):
+        """Let what two hosts send each other take a wire of its own, of so many Mbit/s."""
+        ends = ((first, second), (second, first))
+        one, other = (self.spaces[host] for host in (first, second))
+        wire = f"slow{first}{second}"
+        far = ("peer", "name", wire, "netns", other)
+        _run("ip", "link", "add", wire, "netns", one, "type", "veth", *far)
+        rate = ("tbf", "rate", f"{mbit}mbit", "burst", "16kb", "latency", "50ms")
+        for here, there in ends:
+            space = self.spaces[here]
+            _run("ip", "link", "set", wire, "up", namespace=space)
+            _run("tc", "qdisc", "replace", "dev", wire, "root", *rate, namespace=space)
+            place = ("dev", wire, "src", self.names[here])
+            _run("ip", "route", "replace", f"{self.names[there]}/32", *place, namespace=space)
 
     def set_deaf(self, index, others, *, is_deaf=True):
         """Let what a host sends to some others vanish, or no longer; what they send still arrives."""

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 NEEDS = {
     "torch": "PyTorch",
+    "gloo": "PyTorch with gloo, whose processes abort now and then as they end",
     "jax": "JAX",
     "hosts": "other hosts that ssh reaches",
     "slurm": "Slurm",

@@ -1,21 +1,23 @@
-"""A cluster of Slurm for tests: its daemons as children of this process, two nodes on this machine, everything in one folder.
+"""A cluster of Slurm for tests: its daemons as children of this process, everything in one folder.
 
-It needs neither systemd nor cgroups nor an account database: processes are known by their ancestry (proctrack/linuxproc),
+Its nodes are two on this machine, or one on each host of `tests.support.host_testbed`. It needs neither systemd nor cgroups nor an account database: processes are known by their ancestry (proctrack/linuxproc),
 and nobody binds them (task/none).
 """
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
 
-NODES = ("n1", "n2")
 SETTINGS = """
 ClusterName=syncvar{ports[0]}
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost={controller}
 SlurmctldPort={ports[0]}
+SlurmdTimeout={silence_s}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.sock
 SlurmUser=root
@@ -40,11 +42,10 @@ KillWait=5
 MinJobAge=300
 ReturnToService=2
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 State=UNKNOWN
-PartitionName=low Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
-PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN\n"
 
 
 def free_ports(count):
@@ -61,16 +62,31 @@ class Cluster:
 
     Args:
         folder: Of their own; paths of sockets in it must be short.
+        hosts: Hosts, one for each node; users and the controller are on the first. None: all are
+            on this machine.
     """
 
-    def __init__(self, folder):
-        self.folder = Path(folder)
+    def __init__(self, folder, hosts=None):
+        self.folder, self.hosts = Path(folder), hosts
         self.settings = self.folder / "slurm.conf"
-        self.settings.write_text(
-            SETTINGS.format(
-                folder=folder, ports=free_ports(3), host=socket.gethostname().partition(".")[0]
-            )
+        own = socket.gethostname().partition(".")[0]
+        addresses = ["127.0.0.1"] * 2 if hosts is None else hosts.names
+        self.nodes = [f"n{number}" for number in range(1, len(addresses) + 1)]
+        # Not `ip netns exec`, which hides the control groups of this machine from slurmd.
+        spaces = [] if hosts is None else hosts.spaces
+        self.prefixes = [["nsenter", f"--net=/run/netns/{space}"] for space in spaces]
+        self.prefix = self.prefixes[0] if spaces else []
+        ports = free_ports(1 + len(addresses))
+        text = SETTINGS.format(
+            folder=folder,
+            ports=ports,
+            controller="localhost(127.0.0.1)" if hosts is None else f"{own}({addresses[0]})",
+            silence_s=300 if hosts is None else 10,
         )
+        nodes, _, partitions = text.partition("PartitionName")
+        for name, address, port in zip(self.nodes, addresses, ports[1:], strict=True):
+            nodes += NODE.format(name=name, host=own, address=address, port=port)
+        self.settings.write_text(f"{nodes}PartitionName{partitions}")
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
@@ -94,14 +110,28 @@ class Cluster:
             f"--seed-file={munge['seed']}",
         )
         self.wait(lambda: Path(munge["sock"]).exists(), "munge")
-        self._daemon("slurmctld", "-D", "-i")
-        for name in NODES:
+        self._daemon("slurmctld", "-D", "-i", prefix=self.prefix)
+        for place, name in enumerate(self.nodes):
             (self.folder / f"spool.{name}").mkdir()
-            self._daemon("slurmd", "-D", "-N", name)
-        self.wait(
-            lambda: self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%t") == "idle\nidle",
-            "idle nodes",
-        )
+            prefix = self.prefixes[place] if self.hosts else []
+            self._daemon("slurmd", "-D", "-N", name, prefix=prefix)
+        self.wait(self.is_idle, "idle nodes")
+
+    def is_idle(self):
+        """Return whether all nodes are there, and nobody uses one."""
+        states = self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%t").split()
+        return states == ["idle"] * len(self.nodes)
+
+    def lose(self, place):
+        """Kill all processes of a node, those of Slurm too; the node has a host of its own.
+
+        Those that are started meanwhile too, by who is still to be killed.
+        """
+        while found := self.hosts.processes(place):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.running[place - len(self.nodes)].wait(60)
 
     def stop(self):
         """End all daemons, the last first."""
@@ -116,7 +146,12 @@ class Cluster:
     def ask(self, *words):
         """Return what a command writes; empty where it fails."""
         return subprocess.run(
-            words, env=self.environ, capture_output=True, text=True, timeout=120, check=False
+            [*self.prefix, *words],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         ).stdout.strip()
 
     def wait(self, condition, what, limit_s=60.0):
@@ -141,15 +176,14 @@ class Cluster:
             [*logs, self.ask("squeue", "-a", "-l"), self.ask("scontrol", "show", "jobs")]
         )
 
-    def _daemon(self, name, *words):
+    def _daemon(self, name, *words, prefix=()):
         path = shutil.which(name) or f"/usr/sbin/{name}"
         with (self.folder / f"{name}{len(self.running)}.out").open("wb") as out:
-            self.running.append(
-                subprocess.Popen(
-                    [path, *words],
-                    env=self.environ,
-                    stdout=out,
-                    stderr=out,
-                    stdin=subprocess.DEVNULL,
-                )
+            process = subprocess.Popen(
+                [*prefix, path, *words],
+                env=self.environ,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
             )
+        self.running.append(process)

@@ -94,14 +94,14 @@ GOALS = {
     "functions with more than 7 parameters": 25,
     "suppressions of C901, PLR09 and FBT": 60,
     "import circles": 0,
-    "files": 284,
+    "files": 350,  # about 10 make jobs elastic; about 40 of them are the tools that look at a job, before and while it runs
     "lines": 64_000,
     "adapter files": 45,
     "adapter lines": 12_000,
     "words in a mean docstring sentence": 18,
     "docstring sentences over 30 words": 0,
 }
-REACHED = {"lines": 81_250}  # docstrings with an example for each public name count too
+REACHED = {"lines": 97_500}  # docstrings with an example for each public name count too
 # Rooms with the interface of another library: nothing else imports them, so they count apart.
 ADAPTERS = ("compat", "torch", "jax")
 LINT = ("C901", "PLR09", "FBT")  # the rules about complexity, parameters and positional booleans

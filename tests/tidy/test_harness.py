@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.paths import TESTS
 
+pytestmark = pytest.mark.slow
+
 CONFTEST = TESTS / "conftest.py"
 
 LEAKS = '''

@@ -16,6 +16,7 @@ from tests.support.paths import REPOSITORY
 FOLDER = REPOSITORY / "docs" / "reference" / "api"
 INDEX = FOLDER / "index.md"
 MODULES = {
+    "compressors": sv.compressors,
     "data": sv.data,
     "engines": sv.engines,
     "optimizers": sv.optimizers,

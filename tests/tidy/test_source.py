@@ -217,11 +217,15 @@ def compressing(tree):
 
 
 def test_nothing_is_compressed():
-    """What a few bytes unpack to has no bound: nothing that is sent or stored is packed, so that nothing has to be unpacked."""
+    """What a few bytes unpack to has no bound: nothing that is sent or stored is packed, so that nothing has to be unpacked.
+
+    The file of `syncvar report` is for people, and no code of ours reads it.
+    """
     found = {
         str(path.relative_to(REPOSITORY)): list(compressing(tree_of(path))) for path in SOURCES
     }
-    assert not {name: words for name, words in found.items() if words}
+    written_only = {"syncvar/cli/report.py": ["zipfile"]}
+    assert {name: words for name, words in found.items() if words} == written_only
 
 
 @pytest.mark.parametrize(
@@ -406,8 +410,11 @@ SHOWN_TIMES = {
     "launcher/io/output.py": {"datetime"},
     "launcher/job/restart_loop.py": {"time.time"},
     "syncvar/runtime/recorder.py": {"time.time_ns"},
+    "syncvar/cli/doctor/pair_probe.py": {"time.time_ns"},  # what it measures is the clock
+    "syncvar/cli/report.py": {"time.strftime"},
     "syncvar/checkpoint/folder.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/object_codec.py": {"datetime"},
+    "syncvar/transports/lane_tls.py": {"datetime"},  # a certificate that is always valid
     # torch's timeouts are intervals of this module
     "syncvar/torch/process_group.py": {"datetime"},
     "syncvar/torch/torch_rendezvous.py": {"datetime"},

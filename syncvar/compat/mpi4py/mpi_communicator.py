@@ -843,6 +843,12 @@ class Comm(AttributesMixin, HandlerMixin):
             and sendbuf.shape == recvbuf.shape
         )
         if is_alike and sendbuf.dtype.char in op.core_dtypes and not MESSAGES.is_receiving:
+            if sendbuf.ndim != 1:
+                # Shapes may differ between ranks, and elements are added by their place in memory.
+                if not (sendbuf.flags.c_contiguous and recvbuf.flags.c_contiguous):
+                    self._now(plans.plan_allreduce, sendbuf, recvbuf, op)
+                    return
+                sendbuf, recvbuf = sendbuf.reshape(-1), recvbuf.reshape(-1)
             _all_reduce(sendbuf, op.core_name, out=recvbuf, group=self.state.group)
         else:
             self._now(plans.plan_allreduce, sendbuf, recvbuf, op)

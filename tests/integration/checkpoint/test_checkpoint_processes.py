@@ -14,6 +14,7 @@ from tests.support.launching import await_true
 from tests.support.paths import RANK_SCRIPTS
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
     script = RANK_SCRIPTS / "killed_saves.py"
     done = subprocess.run(

@@ -142,6 +142,7 @@ def test_ranks_that_wait_for_messages_of_each_other_are_explained_as_a_cycle(lau
         assert words not in text
 
 
+@pytest.mark.slow
 def test_a_deadline_is_explained(launch, syncvar):
     ending = "if rank == 1:\n    time.sleep(30)\nsv.all_reduce(x, timeout=3.0)\n"
     job = launch(BEGIN + ending, workers=2)

@@ -95,14 +95,8 @@ def places():
 
 
 @pytest.fixture
-def stacks(capsys, monkeypatch):
+def stacks(capsys, jobs_of_this_test):
     """Run `syncvar stacks` in this process; return its exit code, what it says of each rank, of the job, and of errors."""
-
-    # Jobs that run beside the tests are none of theirs.
-    monkeypatch.setattr(
-        "syncvar.cli.stacks._folders",
-        lambda environ: [environ.get("XDG_RUNTIME_DIR", "") + "/syncvar"],
-    )
 
     def run(*arguments):
         capsys.readouterr()
@@ -159,6 +153,7 @@ def stall_lines(job):
     ]
 
 
+@pytest.mark.slow
 def test_ranks_tell_where_they_are_whatever_they_do(launch, stacks):
     job, (code, told, about, errors) = hanging(launch, stacks)
     assert (code, errors) == (0, "")
@@ -298,7 +293,7 @@ def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(
             assert code == 2
             assert "another launcher has started 1 that runs here" in errors
             assert (
-                f"(first rank: process {os.getpid()}): syncvar stacks asks syncvar-launch" in errors
+                f"(first rank: process {os.getpid()}): this command asks syncvar-launch" in errors
             )
     finally:
         directory.remove()
@@ -312,7 +307,7 @@ def test_a_process_of_another_user_is_named(stacks, monkeypatch):
     code, _, _, errors = stacks(os.getpid())
     assert code == 2
     assert f"process {os.getpid()} belongs to user " in errors
-    assert "who alone can ask for its stacks" in errors
+    assert "who alone can ask about it" in errors
 
 
 CALLS = """
@@ -343,6 +338,14 @@ work()
 @pytest.mark.parametrize("times", [200, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_a_program_survives_that_is_asked_very_often(tmp_path, times):
     answers = tmp_path / "answers"
+
+    def is_answered(end):
+        """Return whether a whole answer follows: a signal in the middle of one might get none."""
+        with answers.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - len(END) - 1))
+            return size > end and file.read() == f"{END}\n".encode()
+
     with subprocess.Popen([sys.executable, "-c", CALLS, str(answers)]) as program:
         try:
             await_true(
@@ -351,13 +354,10 @@ def test_a_program_survives_that_is_asked_very_often(tmp_path, times):
             for number in range(times):
                 end = answers.stat().st_size
                 os.kill(program.pid, (MAIN_THREAD, ALL_THREADS)[number % 2])
-                await_true(lambda: answers.stat().st_size > end or program.poll() is not None)  # noqa: B023
+                await_true(lambda: is_answered(end) or program.poll() is not None)  # noqa: B023
                 assert program.poll() is None, (
                     f"it ended with {program.poll()} after {number} questions"
                 )
-            await_true(
-                lambda: answers.read_text().endswith(f"{END}\n"), what="the last answer is whole"
-            )
         finally:
             program.kill()
     assert answers.read_text().count(f"{END}\n") == times

@@ -38,7 +38,9 @@ def told(launch, runner, workers, sizes):
         (2, "few"),
         pytest.param(4, "few", marks=pytest.mark.slow),
         *(
-            pytest.param(workers, sizes, marks=pytest.mark.slow)
+            pytest.param(
+                workers, sizes, marks=pytest.mark.nightly if workers > 3 else pytest.mark.slow
+            )
             for workers in (2, 3, 4, 5)
             for sizes in ("many", "long")
         ),

@@ -36,12 +36,13 @@ def test_the_collectives_take_the_way_over_hosts():
             "barrier",
             "header_exchange",
             "reduce",
+            "scan",
         ):
             plans.append(type(current().world.plan(collective, 4, 4)).__name__)
         return plans
 
     for seen in ranks(4, 2, fn):
-        assert seen == ["CompiledStages"] * 5 + ["LinkSchedule"]
+        assert seen == ["CompiledStages"] * 6 + ["LinkSchedule"]
 
 
 @pytest.mark.parametrize(("size", "hosts"), SIZES)
@@ -70,6 +71,77 @@ def test_all_ranks_end_with_the_same_bytes(size, hosts):
 
     results = ranks(size, hosts, fn)
     assert all(one == results[0] for one in results)
+
+
+def rows_of(rank, count):
+    """What a rank brings: small whole numbers, whose sums are exact in every order."""
+    return np.random.default_rng((rank, count)).integers(-50, 50, (count, 3)).astype(np.float32)
+
+
+def wanted_of(members, me, root, count):
+    """What NumPy says about the calls of `calls_of`."""
+    brought = [rows_of(rank, count) for rank in members]
+    total, everything = sum(brought), np.concatenate(brought)
+    lengths = [count] + [0] * (len(members) - 1)
+    uneven = np.concatenate([rows_of(rank, rank * count // 4) for rank in members])
+    whole, lone = np.array_split(total, len(members))[me], np.split(total, [count])[me > 0]
+    parts = [np.array_split(one, len(members))[me] for one in brought]
+    at_root = me == root
+    assert len(lone) == lengths[me]
+    return [
+        total if at_root else None,
+        whole,
+        lone,
+        everything if at_root else None,
+        uneven if at_root else None,
+        np.array_split(brought[root], len(members))[me],
+        np.concatenate(parts),
+        everything,
+        uneven,
+    ]
+
+
+def calls_of(group, members, me, root, count):
+    mine, options = rows_of(members[me], count), {"group": group}
+    lengths = [count] + [0] * (len(members) - 1)
+    uneven = rows_of(members[me], members[me] * count // 4)
+    return [
+        sv.reduce(mine, root=root, **options),
+        sv.reduce_scatter(mine, **options),
+        sv.reduce_scatter(mine, lengths=lengths, **options),
+        sv.gather(mine, root, **options),
+        sv.gather(uneven, root, **options),
+        sv.scatter(mine if me == root else None, root, **options),
+        np.concatenate(sv.all_to_all(mine, **options)),
+        sv.all_gather(mine, **options),
+        sv.all_gather(uneven, **options),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts"),
+    [(4, 2), (5, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(3, 2), (7, 3)])],
+)
+def test_every_composed_call_is_right_for_any_group_root_and_size(size, hosts):
+    chosen = [list(range(size)), [size - 1, 0], [*range(1, size)]]
+
+    def fn():
+        wrong = []
+        for members in chosen:
+            group = sv.new_group(members)
+            if sv.rank() not in members:
+                continue
+            me = members.index(sv.rank())
+            for root in (0, len(members) - 1):
+                for count in (0, 5, 4_000, 60_000):
+                    case = members, me, root, count
+                    pairs = zip(calls_of(group, *case), wanted_of(*case), strict=True)
+                    for number, (got, wanted) in enumerate(pairs):
+                        if not (got is wanted or np.array_equal(got, wanted)):
+                            wrong.append((case, number))
+        return wrong
+
+    assert ranks(size, hosts, fn) == [[]] * size
 
 
 def test_a_value_in_place_is_written_only_at_the_end():

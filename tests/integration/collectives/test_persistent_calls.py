@@ -21,7 +21,7 @@ LAYOUTS = {
         pytest.param("shm", 2, 12, [], marks=pytest.mark.slow),
         pytest.param("kernel", 2, 600, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
         pytest.param("kernel", 3, 400, ["all_gather", "scan"], marks=pytest.mark.slow),
-        pytest.param("kernel", 4, 400, ["reduce_scatter", "all_to_all"], marks=pytest.mark.slow),
+        pytest.param("kernel", 4, 400, ["reduce_scatter", "all_to_all"], marks=pytest.mark.nightly),
         pytest.param("shm", 3, 100, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
         pytest.param("shm", 4, 100, ["reduce_scatter"], marks=pytest.mark.slow),
         pytest.param("zmq", 3, 60, ["all_reduce"], marks=pytest.mark.slow),
@@ -71,12 +71,12 @@ def test_everyday_calls_on_processes(launch, workers, cases):
             for one in (
                 ("kernel", 2, 40),
                 ("kernel", 3, 25),
-                ("kernel", 4, 25),
                 ("shm", 2, 15),
                 ("zmq", 2, 15),
                 ("hosts", 3, 15),
             )
         ),
+        pytest.param("kernel", 4, 25, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.timeout(300)

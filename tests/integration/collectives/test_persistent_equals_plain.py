@@ -159,6 +159,7 @@ LONG_LISTS = [
 ]  # elements of the arrays: together, each by itself, and an empty one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
@@ -259,6 +260,7 @@ def test_a_first_long_call_that_finds_no_room_is_refused_and_the_group_goes_on(k
     assert done == [["MismatchError"] * 2 + [2.0, "made"], ["SharedMemoryFull"] * 2 + [2.0, last]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scan", pytest.param("exscan", marks=pytest.mark.slow)])
 def test_scans_in_place_of_several_ranks(short_segments, name):
     make_calls("python", 3, 1, pairs=(name,))
@@ -297,7 +299,7 @@ def test_thousands_of_random_calls(short_segments, layout, size, seed):
         ("kernel", 2),
         pytest.param("kernel", 4, marks=pytest.mark.nightly),
         ("shm", 2),
-        ("shm", 3),
+        pytest.param("shm", 3, marks=pytest.mark.nightly),
         pytest.param("shm", 4, marks=pytest.mark.nightly),
         ("full", 2),
         pytest.param("full", 3, marks=pytest.mark.nightly),

@@ -78,13 +78,13 @@ def test_results_lie_over_other_arrays(layout, size, turns):
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
-                ("kernel", 4, 300),
                 ("kernel", 3, 300),
                 ("shm", 2, 60),
                 ("links", 3, 40),
                 ("hosts", 4, 40),
             )
         ),
+        pytest.param("kernel", 4, 300, marks=pytest.mark.nightly),
     ],
 )
 def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):

@@ -252,6 +252,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_survivors_that_go_on_are_ended_after_the_graces(launch):
     job = launch(SURVIVORS, workers=3)
     (inject,) = job.await_events("inject")

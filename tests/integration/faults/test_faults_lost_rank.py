@@ -192,6 +192,7 @@ SLOW = {
     "F02-leave-K",
     "F03-SIGKILL-K",
     "F06-SIGSTOP-H",
+    "F06-SIGSTOP-X",
     "F06-SIGSTOP-K",
 }
 

@@ -42,6 +42,7 @@ except sv.SyncvarError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced(launch, transport):
     job = launch(
@@ -154,6 +155,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=pytest.mark.slow)])
 def test_f10_a_rank_that_holds_pythons_lock(launch, how):
     job = launch(HOLDING, workers=3, arguments=[how], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "3.5"})
@@ -172,9 +174,11 @@ def test_f10_a_rank_that_holds_pythons_lock(launch, how):
     ]
     assert len(said) == 1, str(job)
     place = line_of(HOLDING, "for ever, in C" if how == "busy" else "asked where it is")
-    assert said[0].endswith(
-        f"CPU {how} (state {'R' if how == 'busy' else 'S'}), in user code, script.py:{place}"
-    ), str(job)
+    state = f"CPU {how} (state {'R' if how == 'busy' else 'S'})"
+    where = f", in user code, script.py:{place}"
+    # The launcher waits a moment for the place. On a slow machine only the block has it.
+    assert said[0].endswith((state, state + where)), str(job)
+    assert where.removeprefix(", ") in job.report.split("others:")[1], str(job)
     assert "no Python thread answers" in job.report.split("others:")[1], f"in the block too\n{job}"
 
 
@@ -200,6 +204,7 @@ def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
         env={
             **PATIENT,
             "SYNCVAR_STALL_WARNING_S": "5",  # less than the others wait in all
+            "SYNCVAR_OBSERVE_INTERVAL_S": "0",  # or it is named as late on a slow machine
             "SYNCVAR_TRACE": str(tmp_path / "trace"),
             "SYNCVAR_TRANSPORT": transport,
         },
@@ -219,12 +224,13 @@ def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
     said = subprocess.run(
         line, capture_output=True, text=True, timeout=120, check=True
     ).stdout.splitlines()
-    found = re.fullmatch(
-        r"rank 1 came last to (\d+) calls; others waited up to (\S+) s for it in all", said[1]
-    )
-    assert found, said
-    assert int(found[1]) > 20, said
-    assert float(found[2]) > 0.5, said
+    head = next(index for index, line in enumerate(said) if line.startswith("        for "))
+    late = re.findall(r"rank \d", said[head]).index("rank 1")
+    waits = [re.findall(r"\d+(?= %)|-", line)[late] for line in said[head + 1 : head + 4]]
+    assert waits[1] == "-", said
+    assert all(int(waits[rank]) > 20 for rank in (0, 2)), said
+    path = said[next(index for index, line in enumerate(said) if line.startswith("critical")) + 1]
+    assert path.endswith("  rank 1 outside of calls"), said
 
 
 @pytest.mark.slow

@@ -53,11 +53,11 @@ def test_a_job_says_its_mode_and_sums_right(launch, tmp_path, mode):
     assert job.wait() == 0, job
     assert {event["total"] for event in job.events("met")} == {299_999.0 * 6}
     for event in job.events("met"):
-        assert f"; {WORDS[mode]} between 2 hosts" in event["transport"]
+        assert f"; {WORDS[mode]} between 2 hosts on lanes" in event["transport"]
     assert job.err.count(f"\x1b[31msyncvar-launch: {OPENED}\x1b[0m\n") == (mode == "off"), job.err
     for rank in range(3):
         record = json.loads((tmp_path / "trace" / f"flight-rank{rank}.json").read_text())
-        assert f"; {WORDS[mode]} between 2 hosts" in record["transport"]
+        assert f"; {WORDS[mode]} between 2 hosts on lanes" in record["transport"]
 
 
 def test_off_is_refused_unless_it_is_said_twice(tmp_path):

@@ -82,7 +82,8 @@ def ports(pids):
     return sorted(f"127.0.0.1:{int(port, 16)}" for _, _, _, port in _listening(pids))
 
 
-@pytest.mark.parametrize("mode", ["required", pytest.param("control-only", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["required", "control-only"])
 def test_strangers_of_all_kinds_cost_a_job_nothing(launch, tmp_path, mode):
     job = launch(SUMS, workers=2, options=["--fake-hosts", "2", "--encryption", mode], env=LASTING)
     kinds = [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from syncvar.core.errors import HostUnreachable
+from syncvar.core.progress_line import ProgressLine
 from syncvar_launcher.hosts import file_transfer, multi_host
 from syncvar_launcher.hosts.agent_connection import RemoteHost, start_agent
 from syncvar_launcher.options.hostfile import Host
@@ -49,7 +50,9 @@ def test_a_copy_for_a_host_that_is_gone_is_given_up_at_once(gone, monkeypatch, t
     monkeypatch.setattr(
         file_transfer, "poll_hosts", lambda *given: asked.append(given[1]) or poll_hosts(*given)
     )
-    why = file_transfer.stage([gone], file_transfer.collect_files(chosen(tmp_path, "--stage")))
+    why = file_transfer.stage(
+        [gone], file_transfer.collect_files(chosen(tmp_path, "--stage")), ProgressLine(None)
+    )
     assert list(why) == ["node1"]
     assert set(asked) == {0.0}
 

@@ -100,6 +100,7 @@ def stopped(job, terminal):
     return launcher, number, everybody
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "how"),
     [

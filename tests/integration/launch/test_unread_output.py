@@ -106,7 +106,7 @@ def test_f03_rank_killed_while_nobody_reads(launch, tmp_path, kind):
         pytest.param(
             kind,
             number,
-            marks=() if (kind, number) in (("terminal", 15), ("error", 2)) else pytest.mark.slow,
+            marks=() if (kind, number) == ("pipe", 15) else pytest.mark.slow,
         )
         for kind in ("pipe", "terminal", "error")
         for number in (15, 2)
@@ -134,6 +134,7 @@ def test_f14_second_interrupt_while_nobody_reads(launch, tmp_path, kind):
         check_bound(f"F14-{kind} full", job.ended - sent, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds("error"))
 def test_the_time_limit_passes_while_nobody_reads(launch, tmp_path, kind):
     with unread(kind, tmp_path) as (prefix, _):
@@ -245,6 +246,7 @@ def test_told_to_end_just_when_the_last_rank_ends_the_launcher_waits_for_no_read
         check_bound("F13-TERM with the ranks' end", job.ended - sent, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["read", "TERM", "time limit"])
 def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_it(
     launch, tmp_path, end, nothing_left_behind

@@ -82,7 +82,7 @@ class End:
             count=self.count,
             engine=self.engine,
             context=SimpleNamespace(uneven=None),
-            add=self.added.append,
+            add=[self.added.append],
             go_on=self._go_on,
             busy=self.busy,
             box=self.lock,

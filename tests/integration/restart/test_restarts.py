@@ -365,6 +365,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_job(launch, number, cod
     assert len(job.events("began")) == 1
 
 
+@pytest.mark.slow
 def test_the_time_limit_counts_over_all_starts_and_pauses_grow(launch):
     limit_s = 4.0
     job = launch(DYING, workers=1, options=("--max-restarts", "1000", "--timeout", str(limit_s)))

@@ -845,6 +845,7 @@ def test_blocks_follow_one_another_in_groups_and_with_deferred_variables():
     assert [one[3:] for one in results] == [((0, 2), 0, 2), ((0, 2), None, 2), ((0, 2), 1, 2)]
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_others_loops_has_a_deadline():
     gave_up, begins = threading.Event(), threading.Barrier(2)
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 LINKS = {"SYNCVAR_TRANSPORT": "zmq"}  # in shared memory nothing is decided
 
 SCRIPT = """
@@ -26,6 +28,7 @@ print("changes", [list(change[:3]) for change in changes], v.numpy().tolist(), c
 """
 
 
+@pytest.mark.slow
 def test_a_launched_job_changes_within_20_steps_and_can_be_replayed(launch, tmp_path):
     path = tmp_path / "auto.jsonl"
     job = launch(

@@ -45,6 +45,13 @@ def collectives_in_place_and_of_derived_datatypes():
     best = np.zeros_like(with_places)
     COMM.Allreduce([with_places, 1, MPI.DOUBLE_INT], [best, 1, MPI.DOUBLE_INT], op=MPI.MINLOC)
     assert best[0].tolist() == (3.0, 2)
+    rows = np.arange(6.0).reshape(2, 3, order="F" if RANK == 1 else "C")
+    by_place = np.zeros((2, 3))
+    COMM.Allreduce(rows, by_place)  # as in memory, whatever the order of the axes
+    assert by_place.ravel().tolist() == [SIZE * i for i in range(6)]
+    shape = [(2, 3), (6,), (3, 1, 2)][RANK]  # ranks need not agree on it
+    COMM.Allreduce(np.ones(shape), total := np.zeros(shape))
+    assert (total == SIZE).all()
     flags = np.array([RANK, 1, 0], np.int32)
     both = np.zeros(3, np.int32)
     COMM.Allreduce(flags, both, op=MPI.LAND)

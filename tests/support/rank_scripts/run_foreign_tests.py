@@ -183,12 +183,12 @@ def main():
     library, results, folder, *tests = sys.argv[1:]
     globals()[library]()
     sys.path.insert(0, os.path.join(folder, "utils"))
-    only = ["--collect-only"] if tests == [COLLECT] else [f"@{tests[0]}"]
+    only = ["--collect-only", *tests[1:]] if tests[0] == COLLECT else [f"@{tests[0]}"]
     recorder = Recorder(f"{results}.{os.environ.get('SYNCVAR_RANK', '0')}")
     options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=native"]
     options += ["-c", os.devnull, "--rootdir", folder, "-o", "timeout=100"]
     os.chdir(folder)
-    pytest.main([*options, *(only if tests != [COLLECT] else [*only, "."])], plugins=[recorder])
+    pytest.main([*options, *only], plugins=[recorder])
     os._exit(0)  # also if a test has left the ranks out of step
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from syncvar.algorithms.builders import SCHEDULES, WorkLayout
 from syncvar.algorithms.hierarchical import COMPOSED, keeps_the_tree
 from syncvar.algorithms.schedule import Reduce, Schedule
 from syncvar.core.errors import PlanError
@@ -17,9 +18,17 @@ HOSTS = [
     if max(sizes) > 1 and sum(sizes) <= 6
 ] + [(2, 2, 2, 2), (1, 2, 1, 1), (4, 4), (5, 3), (4, 4, 2), (8, 8)]
 LARGE = 1 << 20  # bytes of an element: several links at once
+MIDDLE = 1 << 12  # one link for all ranks of a host
 
 
-@pytest.mark.parametrize("itemsize", [1, LARGE])
+def blocks(n):
+    """Return counts of the ranks' blocks: none, equal, uneven, and all on one rank."""
+    lone = [0] * n
+    lone[n // 2] = 5
+    return [0] * n, [2] * n, [(7 * rank + 3) % 4 for rank in range(n)], lone
+
+
+@pytest.mark.parametrize("itemsize", [1, MIDDLE, LARGE])
 def test_all_reduce(itemsize):
     for sizes in HOSTS:
         n = sum(sizes)
@@ -31,6 +40,54 @@ def test_all_reduce(itemsize):
                     "all_reduce", sizes, count=count, itemsize=itemsize, reproducible=True
                 )
                 verify(plans, contract_of("all_reduce", n, count=count, tree=True))
+
+
+@pytest.mark.parametrize("itemsize", [1, LARGE])
+def test_reduce(itemsize):
+    for sizes in HOSTS:
+        n = sum(sizes)
+        for root, count in itertools.product({0, 1, n // 2, n - 1}, (0, 1, n + 1)):
+            case = {"count": count, "root": root}
+            plans = flattened("reduce", sizes, itemsize=itemsize, **case)
+            verify(plans, contract_of("reduce", n, **case))
+            if keeps_the_tree(sizes):
+                plans = flattened("reduce", sizes, itemsize=itemsize, reproducible=True, **case)
+                verify(plans, contract_of("reduce", n, tree=True, **case))
+
+
+@pytest.mark.parametrize("itemsize", [1, LARGE])
+def test_reduce_scatter(itemsize):
+    for sizes in HOSTS:
+        n = sum(sizes)
+        for counts in blocks(n):
+            plans = flattened("reduce_scatter", sizes, counts=counts, itemsize=itemsize)
+            verify(plans, contract_of("reduce_scatter", n, counts=counts))
+            if keeps_the_tree(sizes):
+                plans = flattened(
+                    "reduce_scatter", sizes, counts=counts, itemsize=itemsize, reproducible=True
+                )
+                verify(plans, contract_of("reduce_scatter", n, counts=counts, tree=True))
+
+
+@pytest.mark.parametrize("itemsize", [1, LARGE])
+@pytest.mark.parametrize("collective", ["gather", "scatter"])
+def test_gather_and_scatter(collective, itemsize):
+    for sizes in HOSTS:
+        n = sum(sizes)
+        for root, counts in itertools.product({0, 1, n // 2, n - 1}, blocks(n)):
+            case = {"counts": counts, "root": root}
+            plans = flattened(collective, sizes, itemsize=itemsize, **case)
+            verify(plans, contract_of(collective, n, **case))
+
+
+@pytest.mark.parametrize("itemsize", [1, LARGE])
+def test_all_to_all(itemsize):
+    for sizes in HOSTS:
+        n = sum(sizes)
+        uneven = [[(5 * source + 3 * target) % 4 for target in range(n)] for source in range(n)]
+        for case in ({"count": 0}, {"count": 2}, {"matrix": uneven}):
+            plans = flattened("all_to_all", sizes, itemsize=itemsize, **case)
+            verify(plans, contract_of("all_to_all", n, **case))
 
 
 @pytest.mark.parametrize("itemsize", [1, LARGE])
@@ -46,10 +103,8 @@ def test_broadcast(itemsize):
 def test_all_gather(collective):
     for sizes in HOSTS:
         n = sum(sizes)
-        lone = [0] * n
-        lone[n // 2] = 5
-        for counts in ([0] * n, [2] * n, [(7 * rank + 3) % 4 for rank in range(n)], lone):
-            for itemsize in (1, LARGE):
+        for counts in blocks(n):
+            for itemsize in (1, MIDDLE, LARGE):
                 plans = flattened(collective, sizes, counts=counts, itemsize=itemsize)
                 verify(plans, contract_of(collective, n, counts=counts))
 
@@ -57,6 +112,23 @@ def test_all_gather(collective):
 def test_barrier():
     for sizes in HOSTS:
         verify(flattened("barrier", sizes), contract_of("barrier", sum(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "alone"), [(1, [0, 0, 0, 0]), (MIDDLE, [0, 1, 0, 1]), (LARGE, [0, 0, 0, 0])]
+)
+def test_ranks_that_carry_nothing_between_hosts(itemsize, alone):
+    """Only where one rank of a host carries all, the others are idle."""
+    plans = flattened("all_reduce", (2, 2), count=8, itemsize=itemsize)
+    crossing = [
+        any(
+            hasattr(step, "peer") and step.peer // 2 != plan.rank // 2
+            for steps in plan.rounds
+            for step in steps
+        )
+        for plan in plans
+    ]
+    assert [int(not one) for one in crossing] == alone
 
 
 def test_the_tree_is_kept_exactly_where_the_hosts_are_subtrees():
@@ -96,18 +168,18 @@ def test_several_links_work_at_once():
     assert crossing == [4, 4, 4, 4], "each rank carries its shard between the hosts"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "itemsize"), [((3, 2), LARGE), ((3, 2), 1), ((2, 2), 1), ((2, 2), MIDDLE)]
+)
 @pytest.mark.parametrize("collective", COMPOSED)
-def test_every_step_is_needed(collective):
+def test_every_step_is_needed(collective, sizes, itemsize):
     """Without any one step of any rank the checker refuses the whole."""
-    counts = (
-        {"counts": [1, 2, 1, 1, 1]}
-        if collective in ("all_gather", "header_exchange")
-        else {"count": 5}
-    )
-    if collective == "barrier":
-        counts = {}
-    plans = flattened(collective, (3, 2), itemsize=LARGE, **counts)
-    contract = contract_of(collective, 5, **counts)
+    n, work = sum(sizes), SCHEDULES[collective].work
+    counts = {"count": 0 if work is WorkLayout.NOTHING else 5}
+    if work is WorkLayout.BLOCKS:
+        counts = {"counts": [1, 2, 1, 1, 1][:n]}
+    plans = flattened(collective, sizes, itemsize=itemsize, **counts)
+    contract = contract_of(collective, n, **counts)
     verify(plans, contract)
     tried = 0
     for plan in plans:
@@ -129,4 +201,25 @@ def test_every_step_is_needed(collective):
                 with pytest.raises(PlanError):
                     verify([mutant if one is plan else one for one in plans], contract)
                 tried += 1
-    assert tried > 10
+    assert tried >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", COMPOSED)
+@pytest.mark.parametrize(
+    "sizes", [(2,) * 5, (2,) * 8, (3, 3, 3), (3,) * 5, (4,) * 4, (4, 4, 4, 3), (1, 4, 2, 3)]
+)
+def test_many_hosts(collective, sizes):
+    n, known = sum(sizes), SCHEDULES[collective]
+    cases = [{"count": count} for count in (0, 1, n + 1)]
+    if known.work is WorkLayout.NOTHING:
+        cases = [{}]
+    elif known.work is WorkLayout.BLOCKS:
+        cases = [{"counts": counts} for counts in blocks(n)]
+    elif known.work is WorkLayout.PAIRS:
+        matrix = [[(5 * source + 3 * target) % 4 for target in range(n)] for source in range(n)]
+        cases = [{"count": 2}, {"matrix": matrix}]
+    roots = [{"root": root} for root in (0, n // 2, n - 1)] if known.has_root else [{}]
+    for case, root, itemsize in itertools.product(cases, roots, (1, MIDDLE, LARGE)):
+        plans = flattened(collective, sizes, itemsize=itemsize, **case, **root)
+        verify(plans, contract_of(collective, n, **case, **root))

@@ -10,9 +10,9 @@ from syncvar.algorithms.builders import (
     build_all,
     unsuited,
 )
+from syncvar.algorithms.cost_model import predicted_seconds
 from syncvar.algorithms.schedule import ScheduleArgs
 from syncvar.algorithms.selection import choose, parse_forced
-from syncvar.cli.plan import predicted_seconds
 from syncvar.core.errors import ConfigError
 from tests.verification.schedules.collective_contracts import contract_of
 from tests.verification.schedules.schedule_checker import verify

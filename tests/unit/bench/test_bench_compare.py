@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.support import host_testbed
-from tests.support.paths import BENCH
+from tests.support.paths import BENCH, REPOSITORY
+from tests.tidy.generated_block import check_block
 
 
 @pytest.fixture
@@ -340,7 +341,11 @@ def test_where_there_can_be_no_hosts_their_parts_say_why(bench, monkeypatch):
     monkeypatch.setattr(host_testbed, "why_none", lambda: "only root may")
     library = bench("comparison.libraries").library("syncvar", sys.executable, Path("none"))
     setting = part.Setting(
-        {"syncvar": library}, (2,), bench("comparison.rounds").Effort(0.1, 1, 10.0), 2
+        {"syncvar": library},
+        (2,),
+        bench("comparison.rounds").Effort(0.1, 1, 10.0),
+        2,
+        tuple(bench("comparison.host_table").SCENES.values()),
     )
     for name, function in (("hosts", "hosts"), ("starting", "launch_over_hosts")):
         found = getattr(bench(f"comparison.{name}"), function)(setting)
@@ -348,6 +353,80 @@ def test_where_there_can_be_no_hosts_their_parts_say_why(bench, monkeypatch):
         assert found.verdicts
         assert {one.word for one in found.verdicts} == {"not measured"}
         assert not found.failed
+
+
+def test_calls_over_hosts_are_judged_by_scene(bench):
+    hosts = bench("comparison.host_table")
+    cells = {
+        ("2x1", "unencrypted"): 90.0,
+        ("2x1", "syncvar"): 50.0,
+        ("2x1", "torch"): 180.0,
+        ("2x2", "unencrypted"): 99.0,
+        ("3x1@1", "syncvar"): 400.0,
+        ("3x1@1", "links"): 300.0,
+    }
+    us = {
+        hosts.Cell(hosts.SCENES[scene], "all_reduce", 8, column): time
+        for (scene, column), time in cells.items()
+    }
+
+    def judged(scene, size=8, collective="all_reduce"):
+        found = hosts.judge_call(hosts.SCENES[scene], collective, size, us)
+        return {one.what.partition(": ")[2]: one.word for one in found}
+
+    assert judged("2x1") == {
+        "gloo / ours, unencrypted": "reached",
+        "us, unencrypted": "MISSED",
+        "us, encrypted": "reached",
+    }
+    assert judged("2x2") == {"2x2 / 2x1, unencrypted": "reached"}
+    assert judged("3x1@1") == {"ours / links, encrypted": "MISSED"}
+    assert judged("2x1", 1 << 20)["ours / Intel MPI, unencrypted"] == "not measured"
+    assert judged("2x1@10") == {}
+
+
+def test_the_share_of_the_line_counts_the_bytes_that_must_cross(bench):
+    hosts = bench("comparison.host_table")
+    ten, size = hosts.SCENES["2x1@10"], 16 << 20
+    us = {
+        hosts.Cell(ten, "all_reduce", size, "unencrypted"): 13_422.0,
+        hosts.Cell(ten, "all_gather", size, "unencrypted"): 13_422.0,
+    }
+    shares = [
+        hosts.judge_call(ten, name, size, us)[0].value for name in ("all_reduce", "all_gather")
+    ]
+    assert shares == pytest.approx([1.0, 0.5], rel=1e-3)
+
+
+def test_a_table_over_hosts_says_its_bounds(bench):
+    page = bench("comparison.page")
+    row = {
+        "scene": "2 x 1, unlimited",
+        "collective": "broadcast",
+        "size": 8,
+        "us": {"syncvar": [1, 2.5, 3], "torch": [9, 1234.5, 9999]},
+        "bounds": [{"what": "it", "text": "gloo / ours 494 ≥ 1"}],
+    }
+    lines = page.over_hosts({"hosts": {"rows": [row]}})
+    assert lines[0] == "**2 x 1, unlimited**"
+    assert lines[-2] == "| broadcast | 8 B | - | 2.5 | - | 1,234 | - | - | gloo / ours 494 ≥ 1 |"
+    assert page.over_hosts({}) == []
+
+
+def test_the_benchmarks_page_has_the_run_over_hosts(bench):
+    report = json.loads((BENCH / "results" / "hosts.json").read_text())
+    lines = bench("comparison.page").over_hosts(report)
+    begin = (
+        "<!-- written from bench/results/hosts.json by tests/unit/bench/test_bench_compare.py -->\n"
+    )
+    wanted = "\n".join(["", *lines, ""])
+    check_block(REPOSITORY / "docs" / "benchmarks.md", begin, "<!-- end -->\n", wanted)
+
+
+def test_a_barrier_leaves_the_values(bench):
+    for one in everywhere(bench("values"), "barrier", 3):
+        assert np.array_equal(one.expected(), one.brought())
+        assert one.result_count == one.brought_count
 
 
 def test_the_page_of_a_run_marks_what_misses_its_bound(bench):

@@ -120,6 +120,8 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
         hosts={},
         host_indices={0: 0, 1: 0},
         without_shm={},
+        probes=False,
+        rates=[],
     )
     verdict = pack_message(
         "decision",

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.cost_model import LINKS, SHM, predicted_seconds
 from syncvar.algorithms.selection import choose
 from syncvar.cli.bench import fit_constants
 from syncvar.cli.bench_options import add_options, make_plan
@@ -19,7 +20,6 @@ from syncvar.cli.bench_table import (
     sizes,
     summary,
 )
-from syncvar.cli.plan import LINKS, SHM, predicted_seconds
 from syncvar.collectives.collective_registry import COLLECTIVES
 from syncvar.core.errors import ConfigError
 from syncvar.runtime.call_record import BUS_FACTORS

@@ -1,6 +1,7 @@
 """Flight records of several ranks, by hand: what `syncvar explain` and `syncvar trace merge` make of them."""
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import pytest
 import syncvar
 from syncvar.cli.commands import main
 from syncvar.cli.explain import divergences, explain_records
-from syncvar.cli.flight_commands import merge_records, unaligned_hosts
+from syncvar.cli.flight_commands import merge_records
 from syncvar.cli.record_files import as_record, calls_of, load
+from syncvar.cli.wait_analysis import critical_path
 from syncvar.core.errors import ConfigError, MismatchError, PeerLost, error_line
 from syncvar.core.process_ids import SERVER_0
-from syncvar.runtime.call_record import COLUMNS, ErrorFields, Event, error_fields
-from syncvar.runtime.recorder import FORMAT, record_name
+from syncvar.runtime.call_record import COLUMNS, CallInfo, ErrorFields, Event, error_fields
+from syncvar.runtime.collective_spec import CollectiveSpec
+from syncvar.runtime.communicator import Communicator, begin_epochs
+from syncvar.runtime.recorder import FORMAT, Recorder, RecordIdentity, record_name
 from tests.support.paths import GOLDEN
 
 PACKAGE = str(Path(syncvar.__file__).parent)
@@ -278,6 +282,19 @@ def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
     assert "it stood at train.py:10 in main" in text, "the call it waits in"
 
 
+def test_a_thread_that_waits_for_the_end_of_the_interpreter_is_no_place_in_a_program():
+    site = "/usr/lib/python3.11/threading.py:1139 in _wait_for_tstate_lock"
+    threads = {"1": {"name": "MainThread", "site": site}}
+    stacks = ([["train.py", 7, "step"]], [["/usr/lib/python3.11/threading.py", 1139, "_shutdown"]])
+    each = [
+        data(rank, same(rank, 2), world=2, reason="SystemExit: 143", stack=stack, threads=threads)
+        for rank, stack in enumerate(stacks)
+    ]
+    text, _ = explain_records(records(*each))
+    assert text.count("it stood") == 1
+    assert "it stood in user code, train.py:7" in text
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_explain_says_what_happened(name, tmp_path, capsys):
     make, code = CASES[name]
@@ -285,6 +302,8 @@ def test_explain_says_what_happened(name, tmp_path, capsys):
     assert main(["explain", str(tmp_path)]) == code
     text = capsys.readouterr().out
     golden = GOLDEN / f"explain_{name}.txt"
+    if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
+        golden.write_text(text)
     assert text == golden.read_text(), f"if this is right, write it to {golden}:\n{text}"
     assert main(["explain", *map(str, sorted(tmp_path.glob("*.json"), reverse=True))]) == code
     assert capsys.readouterr().out == text
@@ -423,8 +442,15 @@ def test_clocks_of_other_hosts_are_moved_and_said():
     far = data(1, same(1, 1), world=2, boot="c", host="far", clock_offset_ns=-5 * MS)
     each = records(data(0, same(0, 1), world=2), far)
     assert calls_of(each)[0][0][1].began_ns == -4 * MS
-    assert unaligned_hosts(each) == ["box", "far"]
-    assert "clocks of hosts box, far may differ" in explain_records(each)[0]
+    assert (
+        "the clocks of hosts box, far may differ: nobody has compared them"
+        in explain_records(each)[0]
+    )
+    near = data(0, same(0, 1), world=2, clock_error_ns=0)
+    far = data(1, same(1, 1), world=2, boot="c", host="far", clock_error_ns=20_000)
+    more = data(2, same(2, 1), world=2, boot="c", host="far", clock_error_ns=10_000)
+    text = explain_records(records(near, far, more))[0]
+    assert "times of hosts box, far are those of one clock, within 10.0 us" in text
 
 
 def test_merge_writes_a_file_at_once_or_none(tmp_path, capsys):
@@ -480,6 +506,14 @@ def test_columns_may_come_in_any_order_and_more_may_come():
         "events": [[0, *reversed(plain["events"][0])]],
     }
     assert as_record(turned) == as_record(plain)
+
+
+def test_files_of_before_the_column_of_variables_can_be_read():
+    plain = data(0, [one._replace(variable="w") for one in same(0, 1)])
+    at = plain["columns"].index("variable")
+    for row in (plain["columns"], *plain["events"]):
+        del row[at]
+    assert [event.variable for event in as_record(plain).events] == [""]
 
 
 def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys):
@@ -540,3 +574,39 @@ def test_an_empty_record_is_explained():
     assert not has_diverged
     assert "rank 0: no operation" in text
     assert merge_records(records(data(0, [], world=1)))["traceEvents"]
+
+
+@pytest.mark.parametrize("before", [0, 3, 1_500_000])
+def test_the_last_complete_step_is_a_run_however_many_calls_were_made_before(before):
+    records = []
+    for rank in range(2):
+        recorder, clock = Recorder(RecordIdentity(rank, 2)), 1_000
+        group = Communicator(0, (0, 1), recorder, None)
+        group.next_call = before
+
+        def make(name, group=group):
+            nonlocal clock
+            info = CallInfo(CollectiveSpec(name), 0, (0, 1))
+            group.recorder.add((info, group.next_call, clock, clock + 10, 1))
+            group.next_call += 1
+            clock += 20
+
+        make("gather")
+        for _ in range(3):
+            begin_epochs([group], is_run=True)
+            make("all_reduce")
+            make("broadcast")
+            begin_epochs([group], is_run=False)
+            make("barrier")
+        begin_epochs([group], is_run=True)  # without a call
+        begin_epochs([group], is_run=False)
+        make("barrier")
+        records.append(as_record(json.loads(json.dumps(recorder.record()))))
+    path = critical_path(records)
+    assert path.title == "the last complete step"
+    assert {part.label for part in path.parts} == {
+        "all_reduce",
+        "broadcast",
+        "rank 1 outside of calls",
+    }
+    assert path.nanoseconds == 40

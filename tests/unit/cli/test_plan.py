@@ -1,5 +1,7 @@
 """`syncvar plan`: what it prints, and what it refuses."""
 
+import json
+
 import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all
@@ -185,3 +187,51 @@ def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
 )
 def test_what_cannot_be_is_refused_in_a_sentence(capsys, arguments, words):
     assert words in refused(capsys, *arguments)
+
+
+def doctor_file(tmp_path, **rates):
+    """Write what `syncvar doctor --json` prints about links such as a_b."""
+    links = [
+        {"name": "link", "host": pair.replace("_", " to "), "numbers": list(rate)}
+        for pair, rate in rates.items()
+    ]
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps({"checks": [{"name": "cores", "host": "a"}, *links]}))
+    return str(path)
+
+
+def test_measured_links_decide_as_in_a_job(capsys, monkeypatch, tmp_path):
+    fast, slow = (60_000, 120_000), (60_000, 1_200)
+    path = doctor_file(tmp_path, a_b=fast, a_c=fast, b_c=slow)
+    query = ("broadcast", "--ranks", "3", "--bytes", "1M", "--measured", path)
+    text = printed(capsys, *query)
+    assert text.startswith("direct: 1048576 bytes on 3 hosts: by the measured network ")
+    assert "\nelse scatter_gather: 1048576 bytes on 3 ranks: " in text
+    assert f"Predicted over links with what {path} says" in text
+    assert "\nBetween hosts data take lanes" in text
+    sums = ("all_reduce", *query[1:])
+    assert printed(capsys, *sums).startswith("ring: ")
+    monkeypatch.setenv("SYNCVAR_ALGORITHM_CHOICE", "measured")
+    assert printed(capsys, *sums).startswith("halving: ")
+    assert printed(capsys, *sums, "--algorithm", "tree").startswith("tree: the caller demands it")
+    assert printed(capsys, *sums, "--reproducible").splitlines()[0].split(":")[0] in (
+        "owners",
+        "tree",
+        "direct",
+    )
+    monkeypatch.setenv("SYNCVAR_ALGORITHM_CHOICE", "rules")
+    assert printed(capsys, *query).startswith("scatter_gather: ")
+    monkeypatch.setenv("SYNCVAR_TRANSPORT", "zmq")
+    assert "Between hosts data take encrypted ZeroMQ links (SYNCVAR_TRANSPORT=zmq" in printed(
+        capsys, *query
+    )
+
+
+def test_a_file_without_the_links_of_all_ranks_is_refused(capsys, tmp_path):
+    path = doctor_file(tmp_path, a_b=(60_000, 120_000))
+    assert "has the links of 2 hosts" in refused(capsys, "all_reduce", "--measured", path)
+    (tmp_path / "other").write_text("[]")
+    for name in ("other", "absent"):
+        assert "must be the output of syncvar doctor --json" in refused(
+            capsys, "all_reduce", "--measured", str(tmp_path / name)
+        )

@@ -5,6 +5,7 @@ from math import ceil, floor, log2
 import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, SCHEDULES, WorkLayout, build_all, unsuited
+from syncvar.algorithms.cost_model import LINKS, SHM, CostModel, predicted_seconds
 from syncvar.algorithms.schedule import (
     Buffer,
     Chunk,
@@ -15,7 +16,6 @@ from syncvar.algorithms.schedule import (
     Send,
 )
 from syncvar.algorithms.tree import PIECES
-from syncvar.cli.plan import LINKS, SHM, CostModel, predicted_seconds
 
 A, B, G = (
     1000.0,

@@ -26,7 +26,7 @@ def test_every_knob_has_words_a_unit_in_its_name_and_a_default_that_passes(name)
             "s": "_s",
             "B": "_bytes",
             "runs": "_every",
-            "path": ("trace", "auto_log", "auto_replay", "match_log", "match_replay"),
+            "path": ("trace", "ledger", "auto_log", "auto_replay", "match_log", "match_replay"),
             "list": "algorithm",
         }[unit]
     )

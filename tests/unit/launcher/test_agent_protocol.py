@@ -87,7 +87,7 @@ def test_what_a_login_shell_prints_first_does_no_harm():
 
 
 def test_an_agent_of_another_protocol_version_is_refused_by_its_greeting():
-    text = "it speaks version 1 of the agent protocol, and the launcher speaks version 3"
+    text = "it speaks version 1 of the agent protocol, and the launcher speaks version 5"
     reader = Reader(awaits_greeting=True)
     assert reader.feed(b"Welcome\nsyncvar-agent 1") == []
     with pytest.raises(WireError, match=text):

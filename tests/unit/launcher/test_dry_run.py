@@ -125,3 +125,26 @@ def test_several_programs_are_shown_with_their_ranks(tmp_path):
 def test_several_programs_on_hosts_are_shown(tmp_path, workers, lines):
     words = ["-H", "a:3", *workers, "-m", "a", "--lr", "1", ":", "b.py"]
     assert lines in dry_run_hosts(parse(words, {}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (
+            ["--workers", "2:5", "--spares", "1", "--hosts", "a:2,b:2"],
+            ["a: workers 0, 1", "elastic: 2 to 5 workers, and 1 spare; "],
+        ),
+        (
+            ["--workers", "2:4", "--host-discovery", "./find"],
+            ["hosts: those that", "elastic: 2 to 4 workers; "],
+        ),
+    ],
+)
+def test_an_elastic_job_on_hosts_says_so_and_begins_with_the_slots_there_are(
+    words, lines, tmp_path
+):
+    script = tmp_path / "find"
+    script.write_text("#!/bin/sh")
+    script.chmod(0o755)
+    text = dry_run_hosts(parse([*words, "-m", "train"], {}, tmp_path))
+    assert all(line in text for line in lines), text

@@ -77,6 +77,18 @@ def test_block_names_the_whole_output_and_does_not_repeat_options():
     )
 
 
+def test_block_of_an_elastic_job_offers_no_options_that_it_cannot_have():
+    words = ["KeyError: 'MASTER_ADDR'"]
+    failure = FailureReport(rank=1, status=1, last_lines=words)
+    plain = failure_block(failure, [], arguments=["a.py"])
+    elastic = failure_block(failure._replace(is_elastic=True), [], arguments=["a.py"])
+    assert "--debug 1" in plain
+    assert "--torch-env" in plain
+    assert "--debug" not in elastic
+    assert "--torch-env" not in elastic
+    assert "--log-dir logs" in elastic
+
+
 def test_block_names_the_flight_records():
     text = failure_block(
         FailureReport(rank=1, status=3),

@@ -5,14 +5,18 @@ import os
 import pytest
 
 from syncvar.core.errors import WireError
+from syncvar.core.progress_line import ProgressLine
 from syncvar_launcher.hosts import file_transfer
 from syncvar_launcher.hosts.file_transfer import (
+    Collection,
     call_parts,
     forget_results,
     keep_result,
     result_parts,
+    stage,
     without_call,
 )
+from syncvar_launcher.options.hostfile import Host
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +88,42 @@ def test_a_call_is_read_whole_and_is_no_variable_of_an_agent():
         assert list(call_parts({})) == []
     finally:
         os.close(descriptor)
+
+
+class SlowRemote:
+    """A host whose connection takes half a MiB at each look, and that answers after the last byte."""
+
+    loss_reason = ""
+
+    def __init__(self, name):
+        self.host = Host(name)
+        self.staged = ""
+        self.unsent_nbytes = 0
+
+    def send(self, kind, **fields):
+        self.unsent_nbytes += len(fields.get("data", b"")) + 1
+
+    def take(self):
+        self.unsent_nbytes = max(0, self.unsent_nbytes - (1 << 19))
+        return [] if self.unsent_nbytes else [{"kind": "staged", "folder": "/there", "reason": ""}]
+
+
+def test_the_copy_shows_how_many_bytes_each_host_has(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_bytes(b"x" * (2 << 20))
+    monkeypatch.setattr("syncvar.core.progress_line._EVERY_S", 0.0)
+    monkeypatch.setattr(
+        "syncvar_launcher.hosts.file_transfer.poll_hosts",
+        lambda remotes, _limit_s: ([one.take() for one in remotes], []),
+    )
+    texts = []
+    entries = (("script.py", "file", 0o600, ""),)
+    collection = Collection(tmp_path, entries, 2 << 20, ())
+    assert (
+        stage([SlowRemote("a"), SlowRemote("b")], collection, ProgressLine(texts.append, 0.0)) == {}
+    )
+    assert texts[0] == (
+        "--stage: 0 of 2 hosts have the copy; a has 0.0 of 2.0 MiB (0 %), b has 0.0 of 2.0 MiB (0 %)"
+    )
+    shares = [int(text.partition("(")[2].partition(" ")[0]) for text in texts]
+    assert shares == sorted(shares)
+    assert any(40 <= share <= 60 for share in shares)

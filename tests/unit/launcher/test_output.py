@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
 from syncvar_launcher.io.output import (
-    IDLE_S,
+    BELOW_S,
+    DRAW_S,
     LINE_NBYTES,
     OutputForwarder,
     Sink,
     escape,
 )
 from syncvar_launcher.options.option_table import shown_ranks
+from tests.support.terminal_screen import TerminalScreen, shown
 
 
 class Broken(io.RawIOBase):
@@ -30,8 +32,11 @@ class Broken(io.RawIOBase):
         raise OSError(self.number, os.strerror(self.number))
 
 
-def pair(*, terminal=False, color=False, **keywords):
+def pair(*, terminal=False, color=False, same=False, **keywords):
+    """Return two files and their forwarder; `same` gives both streams the same file."""
     out, err = io.BytesIO(), io.BytesIO()
+    if same:
+        err = out
     return (
         out,
         err,
@@ -121,29 +126,146 @@ def test_escape_keeps_tabs_and_letters():
 # Progress and prompts.
 
 
-def test_progress_is_shown_at_once_on_a_terminal_and_wiped_by_others():
-    out, _, forwarder = pair(terminal=True)
+def test_progress_is_shown_on_a_terminal_below_the_lines_of_others():
+    out, _, forwarder = pair(terminal=True, same=True)
     forwarder.feed(0, "out", b"50%\r", 0)
-    assert out.getvalue() == b"[0] 50%\r"
+    forwarder.tick(0)
+    assert shown(out.getvalue()) == ["[0] 50%"]
     forwarder.feed(0, "out", b"60%\r", 0)
     forwarder.feed(1, "out", b"line\n", 0)
+    forwarder.tick(0)
+    assert shown(out.getvalue()) == ["[1] line", "[0] 60%"]
     forwarder.feed(0, "out", b"70%\rdone\n", 0)
-    assert out.getvalue() == b"[0] 50%\r[0] 60%\r\r\x1b[K[1] line\n[0] 70%\r[0] done\n"
+    forwarder.tick(1)
+    assert shown(out.getvalue()) == ["[1] line", "[0] done"]
 
 
 def test_progress_that_begins_with_the_return_is_shown_too():
-    out, _, forwarder = pair(terminal=True)
+    out, _, forwarder = pair(terminal=True, same=True)
     forwarder.feed(0, "err", b"\r 10%", 0)
-    forwarder.feed(0, "out", b"", 0)
-    assert forwarder.tick(0.1) == pytest.approx(IDLE_S)
-    assert forwarder.tick(0.3) is None
-    forwarder.feed(0, "err", b"\r 20%\n", 0.4)
-    assert out.getvalue() == b""
-    _, err, forwarder = pair(terminal=True)
-    forwarder.feed(0, "err", b"\r 10%", 0)
-    forwarder.tick(0.3)
-    forwarder.feed(0, "err", b"\r 20%\n", 0.4)
-    assert err.getvalue() == b"[0]  10%\r\x1b[K[0]  10%\r[0]  20%\n"
+    assert forwarder.tick(0.1) is None
+    assert shown(out.getvalue()) == ["[0]  10%"]
+    forwarder.feed(0, "err", b"\r 20%", 0.11)
+    assert forwarder.tick(0.11) == pytest.approx(0.1 + DRAW_S)
+    assert shown(out.getvalue()) == ["[0]  10%"]
+    assert forwarder.tick(0.2) is None
+    assert shown(out.getvalue()) == ["[0]  20%"]
+    forwarder.feed(0, "err", b"\r 30%\n", 0.4)
+    forwarder.tick(0.5)
+    assert shown(out.getvalue()) == ["[0]  30%"]
+
+
+def test_bars_of_several_ranks_have_a_line_each():
+    out, _, forwarder = pair(terminal=True, same=True)
+    for percent in range(0, 100, 10):
+        for rank in (3, 1, 0, 2):
+            forwarder.feed(rank, "err", b"\r%3d%%" % (percent + rank), percent)
+        forwarder.feed(1, "out", b"at %d\n" % percent, percent)
+        forwarder.tick(percent)
+        lines = shown(out.getvalue())
+        assert lines == [
+            *(f"[1] at {one}" for one in range(0, percent + 1, 10)),
+            *(f"[{rank}] {percent + rank:3d}%" for rank in range(4)),
+        ]
+    forwarder.feed(2, "err", b"\r100%\n", 100)
+    forwarder.tick(101)
+    assert shown(out.getvalue())[-4:] == ["[2] 100%", "[0]  90%", "[1]  91%", "[3]  93%"]
+    forwarder.finish()
+    assert shown(out.getvalue())[-4:] == ["[2] 100%", "[3]  93%", "[1]  91%", "[0]  90%"]
+
+
+def test_more_bars_than_fit_are_counted():
+    out, _, forwarder = pair(terminal=True, same=True)
+    for rank in range(64):
+        forwarder.feed(rank, "err", b"\r 1%", 0)
+    forwarder.show_status("waits")
+    forwarder.tick(0)
+    assert shown(out.getvalue()) == [*(f"[{rank}]  1%" for rank in range(11)), "syncvar: waits"]
+    forwarder.show_status("")
+    forwarder.tick(1)
+    assert shown(out.getvalue())[-1] == "... and 53 more lines"
+
+
+def test_a_bar_that_is_wider_than_the_terminal_takes_one_line():
+    out, _, forwarder = pair(terminal=True, same=True)
+    for step in range(3):
+        for rank in range(2):
+            forwarder.feed(rank, "err", b"\r%d" % step + b"=" * 500, step)
+        forwarder.tick(step)
+        lines = shown(out.getvalue())
+        assert [line[:6] for line in lines] == [f"[0] {step}=", f"[1] {step}="]
+
+
+@pytest.mark.parametrize("clear", [b"\r   \r", b"\r\x1b[K", b"\r\x1b[2K"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_that_its_program_clears_is_gone(clear, terminal):
+    out, _, forwarder = pair(terminal=terminal, same=True)
+    forwarder.feed(0, "err", b"\r 10%\r 20%", 0)
+    forwarder.feed(0, "err", clear, 0)
+    forwarder.tick(1)
+    assert shown(out.getvalue()) == []
+    forwarder.finish()
+    assert shown(out.getvalue()) == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nested_bars_stand_below_each_other(size, terminal):
+    out, _, forwarder = pair(terminal=terminal, same=True)
+    now = 0.0
+
+    def write(data):
+        nonlocal now
+        for start in range(0, len(data), size):
+            forwarder.feed(0, "err", data[start : start + size], now)
+            now += 0.001
+        now += 1.0
+        forwarder.tick(now)
+        return shown(out.getvalue())
+
+    live = terminal
+    outer, inner = ["[0] outer 0"] * live, ["[0] inner 7"] * live
+    assert write(b"\router 0\n\rinner 1\x1b[A\n\n\rinmost\x1b[A\x1b[A\n\rinner 7\x1b[A") == [
+        *outer,
+        *inner,
+        *["[0] inmost"] * live,
+    ]
+    assert write(b"\n\n\r      \r\x1b[A\x1b[A") == [*outer, *inner]
+    assert write(b"\r       \rtext\n\router 0") == ["[0] text", *outer]
+    assert write(b"a log\n\n\rinner 9\x1b[A\router 1") == [
+        *["[0] text", "[0] outer 0a log"],
+        *["[0] outer 1", "[0] inner 9"] * live,
+    ]
+    assert write(b"\nend\n")[-2:] == ["[0] outer 1", "[0] end"]
+
+
+def test_a_dumb_terminal_gets_the_last_state():
+    out = io.BytesIO()
+    sink = Sink(out, is_terminal=True, is_dumb=True)
+    forwarder = OutputForwarder(sink, sink)
+    for percent in range(10):
+        forwarder.feed(0, "err", b"\r%d%%" % percent, 0)
+        forwarder.tick(percent / 100)
+    forwarder.show_status("waits")
+    forwarder.feed(0, "out", b"name? ", 1)
+    forwarder.tick(2)
+    forwarder.feed(0, "err", b"\n", 2)
+    forwarder.finish()
+    assert out.getvalue() == b"[0] name? \n[0] 9%\n[0] name? \n"
+
+
+def test_a_prompt_takes_the_place_of_the_bars_until_its_line_ends():
+    out, _, forwarder = pair(terminal=True, same=True)
+    forwarder.feed(1, "err", b"\r 10%", 0)
+    forwarder.feed(0, "out", b"name? ", 0)
+    forwarder.tick(1)
+    assert shown(out.getvalue()) == ["[0] name?"]
+    forwarder.feed(1, "err", b"\r 20%", 1)
+    forwarder.tick(2)
+    assert shown(out.getvalue()) == ["[0] name?"]
+    forwarder.feed(0, "out", b"Bob\n", 3)
+    forwarder.tick(3)
+    assert shown(out.getvalue()) == ["[0] name? Bob", "[1]  20%"]
 
 
 def test_of_progress_in_a_file_the_last_state_stands():
@@ -152,6 +274,8 @@ def test_of_progress_in_a_file_the_last_state_stands():
     forwarder.feed(1, "out", b"other\n", 1)
     assert out.getvalue() == b"[1] other\n"
     forwarder.feed(0, "out", b"\r60%\r\n", 2)
+    assert forwarder.tick(2) == pytest.approx(2 + BELOW_S), "a bar may follow below"
+    forwarder.tick(2 + BELOW_S)
     assert out.getvalue() == b"[1] other\n[0] 60%\n"
 
 
@@ -178,22 +302,16 @@ def test_a_line_end_of_two_bytes_may_come_in_two_pieces(terminal):
     out, _, forwarder = pair(terminal=terminal)
     forwarder.feed(0, "out", b"a\r", 0)
     forwarder.feed(0, "out", b"\nb\n", 0)
-    assert out.getvalue() == (b"[0] a\r\n[0] b\n" if terminal else b"[0] a\n[0] b\n")
-
-
-def test_a_wiped_progress_is_written_again_when_its_line_ends():
-    out, _, forwarder = pair(terminal=True)
-    forwarder.feed(0, "out", b"a\r", 0)
-    forwarder.feed(1, "out", b"b\n", 0)
-    forwarder.feed(0, "out", b"\n", 0)
-    assert out.getvalue() == b"[0] a\r\r\x1b[K[1] b\n[0] a\n"
+    assert out.getvalue() == b"[0] a\n[0] b\n"
 
 
 def test_progress_at_the_end_stays_visible():
-    out, _, forwarder = pair(terminal=True)
+    out, _, forwarder = pair(terminal=True, same=True)
     forwarder.feed(0, "out", b"100%\r", 0)
+    forwarder.tick(0)
     forwarder.finish()
-    assert out.getvalue() == b"[0] 100%\r\n"
+    assert shown(out.getvalue()) == ["[0] 100%"]
+    assert out.getvalue().endswith(b"\n")
 
 
 def test_prompt_is_shown_when_idle_and_again_after_another_line():
@@ -224,10 +342,12 @@ def test_standard_error_in_a_file_leaves_progress_on_the_terminal_alone():
     out, err = io.BytesIO(), io.BytesIO()
     forwarder = OutputForwarder(Sink(out, True), Sink(err))
     forwarder.feed(0, "out", b"50%\r", 0)
+    forwarder.tick(0)
     forwarder.feed(1, "err", b"warning\n", 0)
     forwarder.feed(1, "out", b"x\n", 0)
+    forwarder.tick(0)
     assert err.getvalue() == b"[1] warning\n"
-    assert out.getvalue() == b"[0] 50%\r\r\x1b[K[1] x\n"
+    assert shown(out.getvalue()) == ["[1] x", "[0] 50%"]
 
 
 def test_what_is_told_elsewhere_is_kept_from_the_sinks_and_not_from_files(tmp_path):
@@ -273,11 +393,16 @@ def test_whether_the_last_lines_of_a_rank_stand_above(is_one):
     assert not forwarder.stands_above(1), "nobody has seen it"
 
 
-def test_say_clears_an_unfinished_line():
-    out, err, forwarder = pair(terminal=True)
+def test_text_of_the_launcher_stands_above_the_bars():
+    out, _, forwarder = pair(terminal=True, same=True)
     forwarder.feed(0, "out", b"50%\r", 0)
+    forwarder.tick(0)
     forwarder.write_text("syncvar: words\n")
-    assert (out.getvalue(), err.getvalue()) == (b"[0] 50%\r\r\x1b[K", b"syncvar: words\n")
+    assert shown(out.getvalue()) == ["syncvar: words"]
+    forwarder.tick(0)
+    assert shown(out.getvalue()) == ["syncvar: words", "[0] 50%"]
+    forwarder.clear_live_lines()
+    assert shown(out.getvalue()) == ["syncvar: words"]
 
 
 # Long lines, memory, last lines.
@@ -448,14 +573,21 @@ _BYTES = st.lists(
 ).map(b"".join)
 
 
+BLANK = re.compile(rb"(?:[ \t]|\x1b\[[0-9;:]*[mK])*")
+
+
 def model(data, limit):
     """What the lines of a stream are, said another way: all at once."""
     ends = re.split(rb"(\r\n|\n|\r)", data)
-    held = b""
+    held, before = b"", b""
     for index in range(0, len(ends), 2):
         text = ends[index]
         end = ends[index + 1] if index + 1 < len(ends) else b""
+        before, last = end, before
         if not text and end in (b"\r", b""):
+            continue
+        if not end and last == b"\r" and len(text) <= limit and BLANK.fullmatch(text):
+            held = b""  # the program has cleared its progress
             continue
         pieces = []
         while len(text) > limit:
@@ -467,6 +599,8 @@ def model(data, limit):
             pieces.append(text[:cut])
             text = text[cut:]
         lines = pieces if end == b"\r" else [*pieces, text or held]
+        if end == b"\r" and BLANK.fullmatch(text):
+            text = b""
         held = text if end == b"\r" else b""
         yield from [escape(line.decode("utf-8", "backslashreplace")) for line in lines]
     if held:
@@ -504,12 +638,16 @@ def test_any_bytes_in_any_pieces_give_the_lines_of_each_rank(streams, pieces, li
 
 
 @given(
-    streams=st.lists(_BYTES, min_size=2, max_size=3),
+    streams=st.lists(
+        st.lists(_BYTES | st.sampled_from([b"\x1b[A", b"\n\rb\x1b[A"])).map(b"".join),
+        min_size=2,
+        max_size=3,
+    ),
     pieces=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.booleans()), max_size=40),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_terminal_never_mixes_ranks_whatever_comes(streams, pieces):
-    out = io.BytesIO()
+    out, screen = io.BytesIO(), TerminalScreen(columns=400)
     sink = Sink(out, is_terminal=True)
     forwarder = OutputForwarder(sink, sink)
     now = 0.0
@@ -520,9 +658,13 @@ def test_a_terminal_never_mixes_ranks_whatever_comes(streams, pieces):
         left[rank] = left[rank][size:]
         now += 0.3 if pause else 0.01
         forwarder.tick(now)
+        screen.feed(out.getvalue())
+        out.seek(0)
+        out.truncate()
     forwarder.finish()
-    text = out.getvalue().decode().replace("\x1b[0m", "").replace("\x1b[31m", "")
-    assert text == "" or text.endswith("\n")
-    # Each text that reaches the screen begins with its prefix: at the start of a line, or after a return.
-    for line in re.split(r"\n|\r(?:\x1b\[K)?", text):
-        assert line == "" or re.match(r"\[[0-2]\] ", line)
+    screen.feed(out.getvalue())
+    assert not out.getvalue() or out.getvalue().endswith((b"\n", b"\x1b[K", b"\x1b[J"))
+    # Each line begins with its rank, at any time.
+    for lines in screen.seen:
+        for line in lines:
+            assert re.match(r"\[[0-2]\]", line)

@@ -9,8 +9,8 @@ import pytest
 
 from syncvar.cli.stacks import stacks_text
 from syncvar.core.stack_dump import StackFrame, Thread
-from syncvar_launcher.job import attempt_report
-from syncvar_launcher.job.attempt_report import SOCKET, StatusSocket
+from syncvar_launcher.job import status_socket
+from syncvar_launcher.job.status_socket import SOCKET, StatusSocket
 from syncvar_launcher.local.stack_requests import ANSWER_S, StackRequest
 
 JOB = {
@@ -42,6 +42,27 @@ class Stacks:
         return 100 + rank
 
 
+class View:
+    """A job whose ranks answer in the second round."""
+
+    rounds = 1
+
+    def about(self):
+        return JOB
+
+    def position(self, number):
+        return "not waiting in any call"
+
+    def want(self, now):
+        return 2
+
+    def has_round(self, number):
+        return self.rounds >= number
+
+    def status(self, now, *, has_log):
+        return {"job": JOB, "rounds": self.rounds, "has_log": has_log}
+
+
 @pytest.fixture
 def ends():
     made = []
@@ -54,9 +75,7 @@ def ends():
 def server(tmp_path, ends):
     """The launcher's end, and a function that connects to it and sends."""
     stacks = Stacks()
-    with_sockets = StatusSocket(
-        tmp_path, lambda: JOB, stacks, lambda rank: "not waiting in any call", range(2)
-    )
+    with_sockets = StatusSocket(tmp_path, View(), stacks, range(2))
 
     def connect(data):
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -121,7 +140,7 @@ def test_strangers_nonsense_and_silence_are_let_go(server, monkeypatch):
         msgpack.packb(7),
     ):
         assert received(connect(nonsense)) == b""
-    monkeypatch.setattr(attempt_report, "_is_ours", lambda _: False)
+    monkeypatch.setattr(status_socket, "_is_ours", lambda _: False)
     assert received(connect(question())) == b""
     monkeypatch.undo()
     silent = connect(b"")
@@ -147,12 +166,22 @@ def test_who_reads_late_gets_all_and_holds_up_nobody(server):
     assert len(msgpack.unpackb(data)["ranks"][0]["threads"][0][2]) == 2000
 
 
-def test_many_who_ask_nothing_leave_room_for_others_later(server):
+def test_many_who_ask_nothing_leave_room_for_others(server):
     service, _, connect = server
     for _ in range(20):
         connect(b"")
     assert len(service.descriptors()) <= 9
-    look(service, 60.0)
-    look(service, 120.0)
-    look(service, 180.0)
     assert msgpack.unpackb(received(connect(msgpack.packb({"question": "job"})))) == {"job": JOB}
+
+
+@pytest.mark.parametrize("rounds", [2, 1])
+def test_status_waits_for_the_ranks_and_at_most_so_long(server, rounds):
+    service, _, connect = server
+    end = connect(msgpack.packb({"question": "status", "log": True}))
+    end.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        end.recv(1)
+    end.settimeout(5.0)
+    service._view.rounds = rounds
+    service.tick(0.1 if rounds == 2 else 2.5)
+    assert msgpack.unpackb(received(end)) == {"job": JOB, "rounds": rounds, "has_log": True}

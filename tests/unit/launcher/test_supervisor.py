@@ -9,6 +9,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.job.supervisor import (
     DropServer,
     Kill,
+    LoseWorker,
     NotifyPeerLost,
     RestartWorker,
     Supervisor,
@@ -621,3 +622,62 @@ def test_servers_of_a_host_that_is_gone_with_all_ranks_are_not_replaced():
     )
     assert one.is_over
     assert one.outcome().cause.rank == 0
+
+
+def elastic(workers=4, fewest=2, restarts=0):
+    return Supervisor(workers, CONFIG, (), 0.0, restarts=restarts, fewest=fewest)
+
+
+def test_an_elastic_job_loses_workers_down_to_its_fewest():
+    one = elastic()
+    assert one.exited(1, -9, 1.0, joined=True) == [LoseWorker(1, "signal 9", -9, "lost", False)]
+    assert one.failed(3, OWN, 2.0)[0].rank == 3
+    assert one.outcome().cause is None
+    assert isinstance(one.exited(0, 3, 3.0, joined=True)[0], NotifyPeerLost)
+    assert one.outcome().exit_code == 3
+
+
+def test_a_worker_that_will_start_again_counts_as_one_that_is_left():
+    one = elastic(workers=3, restarts=1)
+    assert one.exited(1, -9, 1.0, joined=True)[0].returns
+    assert isinstance(
+        one.exited(0, -9, 1.5, joined=True)[0], LoseWorker
+    )  # 2 is left, and 1 returns
+    assert isinstance(one.exited(2, -9, 1.6, joined=True)[0], NotifyPeerLost)
+
+
+@pytest.mark.parametrize("error", [DISAGREE, {**OWN, "error": "ImportError"}])
+def test_an_error_that_would_come_again_is_no_loss(error):
+    one = elastic()
+    assert isinstance(one.failed(1, error, 1.0)[0], NotifyPeerLost)
+
+
+def test_only_the_last_members_matter_once_the_function_has_returned():
+    one = elastic(restarts=2)
+    one.exited(2, -9, 1.0, joined=True)
+    assert one.will_restart(2)
+    one.finish([0, 1])
+    assert not one.will_restart(2)
+    assert isinstance(one.exited(3, -9, 2.0, joined=False)[0], LoseWorker)  # a spare
+    one.left(0)
+    one.exited(0, 0, 3.0, joined=False)
+    assert one.outcome().exit_code == 0
+    assert isinstance(one.failed(1, OWN, 3.0)[0], NotifyPeerLost)
+    assert one.outcome().exit_code == 1
+
+
+def test_an_error_of_a_newcomer_is_a_loss():
+    one = elastic()
+    one.newcomers = {1}
+    assert isinstance(one.failed(1, {**OWN, "error": "ImportError"}, 1.0)[0], LoseWorker)
+
+
+def test_a_worker_that_is_stopped_is_killed_and_starts_again_and_one_of_a_lost_host_does_not():
+    one = elastic(restarts=2)
+    stopped = LoseWorker(1, "it is stopped", None, "lost", returns=True)
+    assert one.silent(1, "it is stopped", 1.0) == [stopped, Kill((1,))]
+    assert one.exited(1, -9, 1.1, joined=False) == []
+    assert one.tick(100.0) == [RestartWorker(1, "it is stopped")]
+    assert one.unreachable(3, "its host is gone", 101.0) == [
+        LoseWorker(3, "its host is gone", None, "lost", returns=False)
+    ]

@@ -48,7 +48,8 @@ def test_a_rank_tells_all_that_matters_and_little():
     assert {"protocol", "byte_order", "syncvar", "python", "numpy", "script"} < about.keys()
     assert about["set.check_every"] == 7
     settings = {name for name in about if name.startswith("set.")}
-    assert settings == {"set.algorithm", "set.check_every", "set.check_finite", "set.encryption"}
+    shared = {"algorithm", "algorithm_choice", "check_every", "check_finite", "encryption"}
+    assert settings == {f"set.{name}" for name in shared}
     check_about(about)
 
 

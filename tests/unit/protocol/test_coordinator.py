@@ -69,6 +69,7 @@ def report(**more):
         "alternatives": [],
         "waited_s": 0.1,
         "mismatch": False,
+        "is_awaited": True,
         "has_active_threads": False,
         "entered": {0: 4},
     } | more
@@ -341,6 +342,85 @@ def test_a_left_block_dooms_the_calls_up_to_its_end():
     assert "KeyError" in messages[0][0]["text"]
 
 
+def crossed(coordinator, rank):
+    """Report that rank 0 waits in group 8 for rank 1, or rank 1 in group 9 for rank 0."""
+    group = 8 + rank
+    return say(
+        coordinator,
+        rank,
+        "wait_report",
+        **report(group=group, members=[0, 1], call=7, entered={group: 7}),
+    )
+
+
+REJECT = {"group": 8, "members": [0, 1], "call": 7, "description": "barrier", "reason": "text"}
+ABORT = {"group": 8, "members": [0, 1], "call": 4, "last_call": 9, "reason": "text"}
+LEAVE = {"entered": {8: 5}, "skipped": [], "sent": [], "sites": {}}
+SKIP = LEAVE | {"entered": {8: 10}, "skipped": [8, 6, 8]}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["reported before", "reported after"])
+@pytest.mark.parametrize(
+    ("rank", "kind", "fields"),
+    [
+        (2, "reject_call", REJECT),
+        (2, "abort_step", ABORT),
+        (0, "abort_step", ABORT),  # a rank that refuses its own next call
+        (2, "leave", LEAVE),
+        (2, "leave", SKIP),
+    ],
+)
+def test_a_call_that_ends_with_an_error_is_part_of_no_deadlock(rank, kind, fields, is_first):
+    coordinator = joined()
+    waits = report(group=8, members=[0, 1, 2], call=7, entered={8: 7})
+    if is_first:
+        say(coordinator, 0, "wait_report", **waits)
+    say(coordinator, rank, kind, **fields)
+    if not is_first:
+        say(coordinator, 0, "wait_report", **waits)
+    assert coordinator.position(0) == "not waiting in any call"
+    assert crossed(coordinator, 1) == {}
+    # The rank has heard of it, and waits elsewhere: now there is a circle.
+    later = report(group=8, members=[0, 1], call=12, entered={8: 12})
+    assert say(coordinator, 0, "wait_report", **later) == {}  # one of its threads goes on
+    say(coordinator, 0, "wait_end", group=8, call=7)
+    assert coordinator.tick(5.0) == []
+    messages = say(coordinator, 0, "wait_report", **later)
+    assert set(messages) == {0, 1}
+    assert all(one["is_deadlock"] for one in messages[0])
+
+
+def test_a_report_that_overlaps_its_decision_makes_no_second_one():
+    coordinator = joined()
+    crossed(coordinator, 0)
+    assert set(crossed(coordinator, 1)) == {0, 1}
+    assert crossed(coordinator, 0) == {}
+    assert crossed(coordinator, 1) == {}
+    assert coordinator.tick(99.0) == []
+
+
+def test_the_latest_report_says_whether_all_threads_of_a_rank_wait():
+    coordinator = joined()
+    crossed(coordinator, 1)
+    other = report(group=7, members=[0, 2], entered={7: 4})
+    say(coordinator, 0, "wait_report", **other)
+    assert crossed(coordinator, 0) == {}  # two threads wait, and the call with rank 2 may end
+    say(coordinator, 0, "wait_end", group=7, call=4)
+    assert coordinator.tick(5.0) == []  # the thread that waited there makes other calls
+    assert set(crossed(coordinator, 0)) == {0, 1}
+
+
+@pytest.mark.parametrize("kind", ["deadline", "interrupted", "lost"])
+def test_a_broken_group_has_neither_deadlocks_nor_stalls(kind):
+    coordinator = joined()
+    say(coordinator, 1, "wait_report", now=0.0, **report())
+    fields = {"failure_kind": kind, "reason": "x", "group": -1, "call": -1, "missing": [2]}
+    say(coordinator, 0, "group_failure", **fields)
+    assert coordinator.tick(20.0) == []
+    assert crossed(coordinator, 0) == crossed(coordinator, 1) == {}
+    assert coordinator.position(1).startswith("waiting in")
+
+
 HERE = {
     "last_call": "barrier (call 3)",
     "age_s": 11.6,
@@ -445,3 +525,57 @@ def test_a_rank_that_was_given_up_is_told_itself_and_one_that_ended_is_not():
 def test_a_worker_may_not_speak_for_the_launcher(kind):
     with pytest.raises(WireError, match="may not send"):
         joined().message(0, {"kind": kind}, 1.0)
+
+
+def join_hosts(coordinator, hosts):
+    """Let a rank of each host join; return the messages of the last join."""
+    for rank, host in enumerate(hosts):
+        index = hosts.index(host)
+        fields = {"protocol": PROTOCOL_VERSION, "byte_order": "little", "probes": 1}
+        about = fields | {"host_index": index, "outside": f"tcp://h:{rank}"}
+        generation = coordinator.handshake.generation
+        place = {"rank": rank, "address": f"a{rank}", "host": host, "pid": 10 + rank}
+        message = pack_message("join", job="j", generation=generation, about=about, **place)
+        refused, actions = coordinator.join(parse_message(message), 0.0)
+        assert not refused
+    return [parse_message(action.data) for action in actions]
+
+
+def networks(actions):
+    """Return the numbers that actions send, by rank."""
+    return {one.rank: parse_message(one.data)["rates"] for one in actions}
+
+
+def test_all_ranks_get_the_numbers_of_all_heads_and_a_later_membership_knows_them():
+    coordinator = Coordinator(3, "j", CONFIG)
+    assert {one["probes"] for one in join_hosts(coordinator, "abc")} == {True}
+    report = {"kind": "host_rates", "path": "lanes"}
+    assert coordinator.message(1, report | {"rates": [1, 2, 5, 6]}, 0.1) == []
+    assert coordinator.message(2, report | {"rates": []}, 0.1) == []
+    assert coordinator.message(2, report | {"rates": [0, 1, 9, 9]}, 0.1) == []  # twice
+    actions = coordinator.message(0, report | {"rates": [0, 2, 3, 4, 0, 1, 1, 2]}, 0.1)
+    flat = [0, 1, 1, 2, 0, 2, 3, 4, 1, 2, 5, 6]
+    assert networks(actions) == dict.fromkeys(range(3), flat)
+    assert coordinator.network.is_new
+    later = Coordinator(2, "j", CONFIG, 1)  # the same hosts in another order of ranks
+    later.network.known = coordinator.network.known
+    known = join_hosts(later, "ca")
+    assert [(one["probes"], one["rates"]) for one in known] == [(False, [0, 1, 3, 4])] * 2
+    other = Coordinator(2, "j", CONFIG, 2)
+    other.network.known = coordinator.network.known
+    assert {one["probes"] for one in join_hosts(other, "ad")} == {True}
+
+
+def test_a_head_that_is_late_holds_nobody_up():
+    coordinator = Coordinator(2, "j", CONFIG)
+    join_hosts(coordinator, "ab")
+    rates = {"kind": "host_rates", "path": "", "rates": []}
+    assert coordinator.message(1, rates, 0.1) == []
+    assert coordinator.tick(1.0) == []
+    assert networks(coordinator.tick(60.0)) == {0: [], 1: []}
+    assert coordinator.message(0, rates | {"rates": [0, 1, 5, 6]}, 61.0) == []
+    assert coordinator.tick(62.0) == []
+
+
+def test_one_host_is_not_measured():
+    assert not any(one["probes"] for one in join_hosts(Coordinator(2, "j", CONFIG), "aa"))

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from syncvar.protocol.deadlock_detector import WaitReport, find_deadlock, find_mismatch, find_stalls
+from syncvar.protocol.unreceived_messages import ENTERED_MAX
 
 ALL = (0, 1, 2, 3, 4)
 
@@ -113,6 +114,33 @@ def test_a_rank_that_has_entered_the_call_is_not_waited_for():
 
 def test_a_rank_with_two_waits_may_move():
     assert find_deadlock([*ring(2), report(0, 300, (0, 3))]) == []
+
+
+def test_a_rank_whose_threads_wait_in_two_calls_moves_if_one_ends():
+    waits = [report(0, 100, (0, 1)), report(0, 200, (0, 2))]
+    assert find_deadlock([*waits, report(1, 101, (0, 1))]) == []  # rank 2 has not reported
+    verdicts = find_deadlock([*waits, report(1, 101, (0, 1)), report(2, 201, (1, 2))])
+    assert {verdict.group for verdict in verdicts} == {100, 200, 101, 201}
+    assert verdicts[0].table[0] == (
+        "waits in call of group 100 (call 1) at a.py:1 for rank 1; "
+        "waits in call of group 200 (call 1) at a.py:1 for rank 2"
+    )
+
+
+def test_a_started_call_keeps_no_rank_from_moving_and_from_waiting():
+    started = report(0, 50, (0, 1), is_awaited=False)
+    assert len(find_deadlock([started, *ring(2)])) == 2
+    assert find_deadlock([started, *ring(2)[1:]]) == []
+
+
+def test_a_group_that_a_long_list_lacks_was_perhaps_used_before():
+    many = dict.fromkeys(range(1000, 1000 + ENTERED_MAX), 0)
+    reports = [report(0, 100, (0, 1)), report(1, 101, (0, 1), entered=many)]
+    assert find_deadlock(reports) == []
+    many.popitem()
+    many.popitem()
+    reports[1] = report(1, 101, (0, 1), entered=many)
+    assert len(find_deadlock(reports)) == 2
 
 
 def test_a_chain_that_ends_in_somebody_who_computes_is_no_deadlock():

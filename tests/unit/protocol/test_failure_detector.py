@@ -38,3 +38,12 @@ def test_equal_limits_lose_without_suspicion_and_endless_ones_do_nothing():
     assert Health(0.0, 0.0).observe(0, "x", 1.0).is_lost
     health = Health(float("inf"), float("inf"))
     assert all(health.observe(0, "x", float(now)) is None for now in range(0, 10**6, 10**4))
+
+
+def test_a_number_that_a_new_process_has_can_be_lost_again():
+    health = Health(5.0, 15.0)
+    health.observe(0, "stopped", 0.0)
+    assert health.observe(0, "stopped", 20.0).is_lost
+    assert health.observe(0, "", 21.0) is None
+    assert health.observe(0, "stopped", 22.0) is None
+    assert health.observe(0, "stopped", 40.0).is_lost

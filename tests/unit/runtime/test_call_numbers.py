@@ -3,11 +3,13 @@
 import gc
 import sys
 import threading
+import weakref
 
 import pytest
 
 from syncvar.protocol.control_messages import pack_message, parse_message
-from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount, pack_counts
+from syncvar.protocol.unreceived_messages import ENTERED_MAX, STREAMS_MAX, SentCount, pack_counts
+from syncvar.runtime import communicator
 from syncvar.runtime.communicator import Communicator, begin_epochs
 from syncvar.runtime.recorder import CallNumbers, Recorder
 from syncvar.runtime.sequence import EpochRange, SequenceTracker
@@ -51,7 +53,7 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
     group = Communicator(GROUP, (0, 1), Recorder(), None)
     group.engine = Quiet(book)
     for _ in range(1_500):
-        begin_epochs([group])
+        begin_epochs([group], is_run=True)
         group.next_call += 1
     over.set()
     thread.join(20)
@@ -107,3 +109,73 @@ def test_the_garbage_collector_may_note_a_number_while_the_numbers_are_told():
         gc.set_threshold(*before)
         ended.clear()
     gc.collect()
+
+
+def test_a_group_that_is_noted_by_another_thread_is_never_missing(often):
+    book, over = SequenceTracker({}, CallNumbers()), threading.Event()
+    book.note(GROUP, 1)
+
+    def note():
+        while not over.is_set():
+            book.note(GROUP, 1)
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    try:
+        found = [book.entered() for _ in range(20_000)]
+    finally:
+        over.set()
+        thread.join(20)
+    assert all(entered == {GROUP: 0} for entered in found)
+
+
+class Counter:
+    """Counts the calls of a group, which also refers to itself."""
+
+    def __init__(self, book, identity, next_call):
+        self.book, self.identity, self.next_call = book, identity, next_call
+        self.itself = self
+        book.announce(identity, 0)
+        book.count_by(self)
+
+    def __del__(self):
+        self.book.release(self.identity, self.next_call)
+
+
+def test_an_old_group_that_is_still_used_is_among_the_groups_used_last():
+    book = SequenceTracker({}, CallNumbers())
+    world = Counter(book, GROUP, 1)
+    assert book.entered() == {GROUP: 0}
+    for group in range(100, 100 + ENTERED_MAX):
+        book.announce(group, 1)
+    world.next_call = 2
+    found = book.entered()
+    assert len(found) == ENTERED_MAX
+    assert found[GROUP] == 1
+    assert 100 not in found
+
+
+def test_a_group_whose_number_nobody_knows_for_a_moment_has_perhaps_entered_all_calls():
+    """The collector clears the references to a group before it runs its finalizer."""
+    book, found = SequenceTracker({}, CallNumbers()), []
+    counter = Counter(book, GROUP, 5)
+    look = weakref.ref(counter, lambda _: found.append(book.entered()[GROUP]))
+    del counter
+    gc.collect()
+    assert look() is None
+    assert found[0] >= 4
+    assert book.entered() == {GROUP: 4}
+
+
+def test_groups_that_swap_their_contents_have_the_right_numbers_at_each_moment(monkeypatch):
+    book, found = SequenceTracker({}, CallNumbers()), []
+    groups = [Communicator(group, (0, 1), Recorder(), None) for group in (GROUP, GROUP + 1)]
+    for group, next_call in zip(groups, (3, 900), strict=True):
+        group.engine, group.channel, group.next_call = Quiet(book), object(), next_call
+        book.announce(group.identity, 0)
+        book.count_by(group)
+    monkeypatch.setattr(communicator, "note_change", lambda: found.append(book.entered()))
+    groups[0].become(groups[1])
+    assert [*found, book.entered()] == [{GROUP: 2, GROUP + 1: 899}] * 2
+    groups[0].next_call += 1
+    assert book.entered() == {GROUP: 2, GROUP + 1: 900}

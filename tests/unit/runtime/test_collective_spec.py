@@ -28,6 +28,8 @@ NOT_COMPARED = {
     "size": 25,
     "peer": 1,
     "tag": 1,
+    "variable": "w",
+    "access": "assign",
     "text": str,
     "shown": ("x",),
 }
@@ -87,7 +89,14 @@ def test_the_parts_of_labels():
 
 
 def test_a_record_has_the_fields_of_the_description():
-    event = event_of((CallInfo(BASE._replace(root=1, tag=5), 3, (0, 1), 9, 24, "shm"), 0, 1, 2, 7))
+    spec = BASE._replace(root=1, tag=5, variable="w", access="assign")
+    event = event_of((CallInfo(spec, 3, (0, 1), 9, 24, "shm"), 0, 1, 2, 7))
     assert (event.collective, event.op, event.dtype) == ("all_reduce", "sum", "float32")
     assert (event.shape, event.elements, event.size) == ("[2, 3]", 6, 24)
     assert (event.root, event.peer, event.tag, event.fingerprint) == (1, -1, 5, 9)
+    assert (event.variable, event.access) == ("w", "assign")
+
+
+def test_a_table_has_the_variable_in_another_column():
+    written = CollectiveSpec("assign of variable 'w'", variable="w", access="assign")
+    assert (written.kind, BASE.kind) == ("assign", "all_reduce(sum)")

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import shutil
 import socket
 import struct
-import tempfile
 import time
 import zlib
 
@@ -29,6 +27,7 @@ from syncvar.transports.curve import WAITING_MAX, Gate, link_keys
 from syncvar.transports.zeromq_links import ZeromqControl
 from syncvar.transports.zeromq_sockets import job_nonce
 from syncvar.transports.zeromq_transport import HostLinks, ZeromqTransport
+from tests.support.host_worlds import world_of_hosts
 
 SECRET = bytes(range(32))
 CONFIG = RuntimeConfig(
@@ -37,34 +36,10 @@ CONFIG = RuntimeConfig(
 MODES = {mode: CONFIG.replaced(encryption=mode) for mode in ("required", "control-only", "off")}
 
 
-@contextlib.contextmanager
 def world(secrets=(SECRET, SECRET), config=CONFIG):
     """Two ranks on hosts of their own."""
-    directory = tempfile.mkdtemp(prefix="sv")
-    contexts = [zmq.Context() for _ in secrets]
-    ranks = []
-    try:
-        for rank, (context, secret) in enumerate(zip(contexts, secrets, strict=True)):
-            keys = None if config.encryption == "off" else link_keys(secret)
-            ranks.append(
-                ZeromqTransport(
-                    context,
-                    rank,
-                    f"ipc://{directory}",
-                    "job",
-                    config,
-                    links=HostLinks("tcp://127.0.0.1", keys),
-                )
-            )
-        for one in ranks:
-            one.open({rank: other.outside for rank, other in enumerate(ranks)}, 0)
-        yield ranks
-    finally:
-        for one in ranks:
-            one.close(0)
-        for context in contexts:
-            context.term()
-        shutil.rmtree(directory)
+    is_open = config.encryption == "off"
+    return world_of_hosts(config, [None if is_open else link_keys(one) for one in secrets])
 
 
 def passes(ranks, limit_s=60.0, payload=b""):
@@ -247,6 +222,7 @@ def test_strangers_are_refused_and_members_do_not_notice(caplog):
                 one.close()
 
 
+@pytest.mark.slow
 def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
     patient = RuntimeConfig(
         heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=60.0

@@ -24,7 +24,7 @@ def endpoint():
 
 @pytest.fixture
 def store(endpoint):
-    made = RendezvousServer(endpoint, 2, "job", RuntimeConfig())
+    made = RendezvousServer(endpoint, 2, "job", RuntimeConfig(observe_interval_s=0))
     yield made
     made.close()
 

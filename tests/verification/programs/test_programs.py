@@ -46,7 +46,9 @@ def check(worlds, examples):
     agree()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["links", "shm"])
+@pytest.mark.parametrize(
+    "shared", [pytest.param(False, marks=pytest.mark.slow), True], ids=["links", "shm"]
+)
 def test_programs_do_what_the_model_says(shared):
     with Worlds(shared=shared) as worlds:
         check(worlds, PROGRAMS_IN_SHM if shared else PROGRAMS_OVER_LINKS)

@@ -28,6 +28,7 @@ from syncvar.algorithms.schedule import (
 )
 from syncvar.cli.plan import TrafficReport, traffic
 from syncvar.core.errors import PlanError
+from tests.verification.schedules.collective_contracts import contract_of
 from tests.verification.schedules.symbolic_values import UNDEFINED, Expressions
 
 if TYPE_CHECKING:
@@ -379,6 +380,7 @@ def flattened(
     counts: Sequence[int] = (),
     itemsize: int = 1,
     root: int = 0,
+    matrix: Sequence[Sequence[int]] = (),
     reproducible: bool = False,
 ) -> list[Schedule]:
     """Return the stages of all ranks as schedules of the whole group; arguments as for `stages`.
@@ -386,38 +388,56 @@ def flattened(
     Ranks that wait for others have empty rounds.
     """
     n = sum(sizes)
+    contract = contract_of(
+        collective, n, count=count, counts=counts or None, root=root, matrix=matrix or None
+    )
     everyone = []
     for rank in range(n):
-        args = ScheduleArgs(rank, n, count, tuple(counts), root)
-        parts = stages(collective, sizes, args, itemsize=itemsize, reproducible=reproducible)
-        assert parts is not None
-        everyone.append(parts)
-    blocks = n if collective in ("all_gather", "header_exchange") else 1
-    work_count = sum(counts) if counts else blocks * count
+        args = ScheduleArgs(rank, n, count, tuple(counts), root, tuple(map(tuple, matrix)))
+        found = stages(collective, sizes, args, itemsize=itemsize, reproducible=reproducible)
+        assert found is not None
+        everyone.append(found)
     rounds: list[list[Round]] = [[] for _ in range(n)]
-    scratch = [0] * n
-    for number in range(len(everyone[0])):
-        done = [_written_out(parts[number], scratch[rank]) for rank, parts in enumerate(everyone)]
+    scratch = [found.room for found in everyone]
+    for number in range(len(everyone[0].parts)):
+        done = [
+            _written_out(found.parts[number], contract.work_counts[rank], scratch[rank])
+            for rank, found in enumerate(everyone)
+        ]
         longest = max(map(len, done))
         for rank, part_rounds in enumerate(done):
             rounds[rank] += [*part_rounds, *((),) * (longest - len(part_rounds))]
-            plan = everyone[rank][number].plan
+            plan = everyone[rank].parts[number].plan
             scratch[rank] += plan.scratch_count if plan is not None else 0
-    name = "hierarchical"
     return [
-        Schedule(collective, name, rank, n, work_count, scratch[rank], tuple(rounds[rank]))
+        Schedule(
+            collective,
+            "hierarchical",
+            rank,
+            n,
+            contract.work_counts[rank],
+            scratch[rank],
+            tuple(rounds[rank]),
+        )
         for rank in range(n)
     ]
 
 
-def _written_out(part: StagePart, scratch: int) -> list[Round]:
-    """Return the rounds of a part with ranks and chunks of the whole group."""
+def _written_out(part: StagePart, work_count: int, scratch: int) -> list[Round]:
+    """Return the rounds of a part with ranks and chunks of the whole group.
+
+    What the stages share behind WORK is the start of SCRATCH.
+    """
     if part.plan is None:
         return []
 
     def moved(chunk: Chunk) -> Chunk:
         start = part.chunk.start if chunk.buffer == Buffer.WORK else scratch
-        return Chunk(chunk.start + start, chunk.stop + start, chunk.buffer)
+        here = Chunk(chunk.start + start, chunk.stop + start, chunk.buffer)
+        if chunk.buffer == Buffer.WORK and here.stop > work_count:
+            assert here.start >= work_count or not here.count
+            return Chunk(here.start - work_count, here.stop - work_count, Buffer.SCRATCH)
+        return here
 
     def renamed(step: Step) -> Step:
         if isinstance(step, Copy | Reduce):

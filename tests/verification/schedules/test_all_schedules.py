@@ -95,7 +95,13 @@ def test_the_plan_fulfils_its_contract(collective, algorithm, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", range(1, RANKS_MAX + 1))
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(n, marks=[pytest.mark.nightly] if 40 < n < RANKS_MAX else [])
+        for n in range(1, RANKS_MAX + 1)
+    ],
+)
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 def test_the_plan_fulfils_its_contract_for_every_world_size_and_count(
     collective, algorithm, world_size

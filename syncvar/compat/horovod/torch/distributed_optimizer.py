@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from syncvar.collectives.reduce_args import BucketLimits
 from syncvar.compat.horovod.torch.gradient_compression import Compression
 from syncvar.compat.horovod.torch.hvd_calls import Adasum, Average, ReduceCall, ScaledOp
 from syncvar.compat.horovod.torch.hvd_operations import sparse_allreduce_async, synchronize
@@ -22,8 +23,7 @@ from syncvar.compat.horovod.torch.process_sets import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-_FIRST_BYTES = 1 << 20  # of the bucket whose gradients come first
-_BUCKET_BYTES = 8 << 20
+_LIMITS = BucketLimits(8 << 20, first=1 << 20)
 
 
 class HvdBucket:
@@ -332,7 +332,8 @@ def units_of(parameters: Sequence[Any], groups: Any) -> list[list[Any]]:
     """Return lists of parameters whose gradients travel together, the last parameters first."""
     order = list(reversed(parameters))
     if groups is None:
-        return buckets_by_size(order)
+        sizes = ((one.nbytes, one.dtype) for one in order)
+        return [[order[place] for place in places] for places in _LIMITS.divide(sizes)]
     if isinstance(groups, int):
         if groups < 0:
             raise ValueError("groups should be a positive number or lists of tensors")
@@ -348,17 +349,3 @@ def units_of(parameters: Sequence[Any], groups: Any) -> list[list[Any]]:
     units = [[one for one in group if one in known] for group in reversed(groups)]
     rest = known.difference(listed)
     return units + [[one] for one in order if one in rest]
-
-
-def buckets_by_size(order: Sequence[Any]) -> list[list[Any]]:
-    """Return runs of parameters of one dtype and up to `_BUCKET_BYTES`, the first one smaller."""
-    units: list[list[Any]] = []
-    held = 0
-    for one in order:
-        limit = _FIRST_BYTES if len(units) == 1 else _BUCKET_BYTES
-        if not units or held + one.nbytes > limit or units[-1][0].dtype != one.dtype:
-            units.append([])
-            held = 0
-        units[-1].append(one)
-        held += one.nbytes
-    return units

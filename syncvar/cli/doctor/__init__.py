@@ -1,0 +1,1 @@
+"""`syncvar doctor`: checks this machine, or the hosts of a job, before a job starts."""
