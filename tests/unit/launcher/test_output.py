@@ -608,8 +608,11 @@ def model(data, limit):
 
 
 @given(
+    # A program that moves the cursor up draws bars below each other: another test has these.
     streams=st.dictionaries(
-        st.tuples(st.integers(0, 3), st.sampled_from(["out", "err"])), _BYTES, min_size=1
+        st.tuples(st.integers(0, 3), st.sampled_from(["out", "err"])),
+        _BYTES.filter(lambda data: b"\x1b[A" not in data),
+        min_size=1,
     ),
     pieces=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), max_size=60),
     limit=st.sampled_from([4, 16, 1000]),
