@@ -40,8 +40,16 @@ _BEFORE = (
 )  # what variables were, and the folders that they name while the tests run
 
 
-# How long an example takes, or is drawn, says nothing here: another process of tests may have the core meanwhile.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes, or is drawn, says nothing here: another process of tests may have the core meanwhile. The
+# examples are the same in each run: a change fails for what it does. `.ci/nightly` looks for new ones.
+settings.register_profile(
+    "shared",
+    deadline=None,
+    database=None,
+    derandomize=not os.environ.get("SYNCVAR_TEST_RANDOM"),
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("shared")
 
 

@@ -31,7 +31,7 @@ def environments(draw):
     )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(environments())
 def test_what_the_launcher_writes_the_worker_reads(me):
     assert RankEnvironment.from_mapping(me.to_mapping()) == me

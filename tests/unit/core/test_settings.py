@@ -100,7 +100,7 @@ def test_variables_lie_over_the_base_and_unknown_settings_get_a_hint():
         RuntimeConfig.from_mapping({}, {"term_grac_s": 1.0})
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_variables_for_a_worker_give_the_same_settings_back(data):
     values = {}

@@ -231,13 +231,13 @@ def test_claims_of_great_length_are_refused_without_memory(body):
         tracemalloc.stop()
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=1500, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused_with_wire_error_only(data):
     assert parse_or_refuse(data) is None
 
 
-@settings(max_examples=700, deadline=None, derandomize=True)
+@settings(max_examples=700, deadline=None)
 @given(st.sampled_from(FIELDS), anything)
 def test_any_value_in_any_field_is_taken_or_refused(place, value):
     kind, field = place

@@ -23,7 +23,7 @@ headers = st.builds(
     U64,
     st.integers(0, 1 << 40),
 )
-many = settings(max_examples=400, deadline=None, derandomize=True)
+many = settings(max_examples=400, deadline=None)
 SAMPLE = Header(FrameType.DATA, 3, 1, 99, 12345, 6, 7, 0xDEADBEEF, 4096).pack()
 
 
@@ -65,7 +65,7 @@ def test_a_header_that_is_too_short_or_too_long_is_refused(length):
         parse_header((SAMPLE + SAMPLE)[:length])
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True)
+@settings(max_examples=2000, deadline=None)
 @given(st.binary(max_size=2 * HEADER_NBYTES))
 def test_random_bytes_are_refused_with_wire_error_only(data):
     with pytest.raises(WireError):

@@ -97,7 +97,7 @@ def same(one, other):
     return one == other
 
 
-@settings(max_examples=700, deadline=None, derandomize=True)
+@settings(max_examples=700, deadline=None)
 @given(values)
 def test_what_goes_in_comes_out_equal_and_of_the_same_types(value):
     assert same(unpack_object(pack_object(value)), value)
@@ -324,13 +324,13 @@ def unpack_or_refuse(data):
         return None
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=1500, deadline=None)
 @given(st.binary(max_size=100))
 def test_random_bytes_are_read_or_refused_with_wire_error_only(data):
     unpack_or_refuse(data)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 24), st.binary(max_size=60))
 def test_random_extensions_are_read_or_refused_with_wire_error_only(code, data):
     unpack_or_refuse(msgpack.packb([msgpack.ExtType(code, data)]))

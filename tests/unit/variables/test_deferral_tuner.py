@@ -95,7 +95,7 @@ def test_a_change_of_the_program_is_answered_within_20_steps(costs):
     assert period(costs, 1, is_idle=True) == IDLE_RUNS <= 20
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -120,7 +120,7 @@ def test_any_counts_give_a_choice_for_each_with_a_reason(rows, runs, sends, left
 # -- digests ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 2 * BLOCK_BYTES + 100), st.data())
 def test_any_flipped_bit_changes_the_digest_of_its_block_only(nbytes, data):
     array = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)

@@ -1,6 +1,5 @@
 """Random programs of variables give what the model predicts, call by call and copy by copy, on every replica."""
 
-import os
 from itertools import product
 
 import pytest
@@ -33,9 +32,6 @@ def check(worlds, examples):
     @settings(
         max_examples=examples,
         deadline=None,
-        database=None,
-        derandomize=not os.environ.get("SYNCVAR_TEST_RANDOM"),
-        print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
     @given(program=programs())
