@@ -12,6 +12,7 @@ import pytest
 from tests.support.fault_table import ROWS
 from tests.support.host_faults import (
     DEFAULTS,
+    PATHS,
     TIMES,
     begin,
     bounded,
@@ -19,6 +20,7 @@ from tests.support.host_faults import (
     check_survivors,
     grace_s,
     over_and_over,
+    path_of,
     phases,
     silence_s,
 )
@@ -150,7 +152,8 @@ def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
         )  # the rendezvous waits for rank 1
         with contextlib.ExitStack() as stack:
             running = [
-                stack.enter_context(started_elsewhere(hosts, folder, rank, key)) for rank in ranks
+                stack.enter_context(started_elsewhere(hosts, folder, rank, key, path_of(number)))
+                for rank in ranks
             ]
             word = "met" if phase == "X" else "joined: 2 of 3"
             needed = ranks if phase == "X" else [0]
@@ -173,7 +176,7 @@ def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
 
 
 @contextlib.contextmanager
-def started_elsewhere(hosts, folder, rank, key):
+def started_elsewhere(hosts, folder, rank, key, path):
     """Start one process of three as torchrun would, each on a host of its own."""
     settings = dict(
         line.split(" = ")
@@ -196,6 +199,7 @@ def started_elsewhere(hosts, folder, rank, key):
         "SYNCVAR_SUSPECT_AFTER_S": 2,
         "SYNCVAR_LOST_AFTER_S": 5,
         "SYNCVAR_COLLECTIVE_TIMEOUT_S": 60,
+        **path,
     }
     with (folder / f"out{rank}").open("wb") as out:
         one = subprocess.Popen(
@@ -235,28 +239,35 @@ def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_pa
     lost_after_s = (
         15.0 if phase == DEFAULTS else 4.5
     )  # shorter, and what a busy machine takes matters more than TCP's pauses
-    env = (
-        {}
-        if phase == DEFAULTS
-        else {"SYNCVAR_LOST_AFTER_S": str(lost_after_s), "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}
-    )
-    job = begin(hosts, tmp_path / "job", phase, SUMS, ["1000"], env=env)
-    try:
-        for _ in range(1 if phase == DEFAULTS else TIMES // 2):
-            with cut(hosts):
-                time.sleep(lost_after_s / 2)
-            before = max(last_turns(job).values())
-            await_true(
-                lambda before=before: (
-                    job.process.poll() is not None or min(last_turns(job).values()) > before + 1
-                ),
-                60,
-                "sums after the cut",
-            )
-        job.open_gate("stop")
-        assert job.wait(120) == 0, job
-    finally:
-        job.close()
+    for number, path in enumerate(PATHS[:1] if phase == DEFAULTS else PATHS):
+        env = path
+        if phase != DEFAULTS:
+            env = {**path, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}
+        job = begin(
+            hosts,
+            tmp_path / f"job{number}",
+            phase,
+            SUMS,
+            ["1000"],
+            lost_after_s=lost_after_s,
+            path=env,
+        )
+        try:
+            for _ in range(1 if phase == DEFAULTS else -(-TIMES // (2 * len(PATHS)))):
+                with cut(hosts):
+                    time.sleep(lost_after_s / 2)
+                before = max(last_turns(job).values())
+                await_true(
+                    lambda job=job, before=before: (
+                        job.process.poll() is not None or min(last_turns(job).values()) > before + 1
+                    ),
+                    60,
+                    "sums after the cut",
+                )
+            job.open_gate("stop")
+            assert job.wait(120) == 0, job
+        finally:
+            job.close()
 
 
 def last_turns(job):
@@ -268,16 +279,13 @@ def last_turns(job):
 
 
 @pytest.mark.parametrize(
-    ("settings", "times"),
-    [({}, 10), ({"SYNCVAR_ENCRYPTION": "control-only"}, 2), ({"SYNCVAR_TRANSPORT": "zmq"}, 2)],
-    ids=["tls", "plain", "zmq"],
+    ("path", "times"), list(zip(PATHS, (10, 2, 2), strict=True)), ids=["tls", "plain", "zmq"]
 )
-def test_f23_connections_are_reset_in_the_middle_of_a_frame(hosts, tmp_path, settings, times):
-    env = {"SYNCVAR_LOST_AFTER_S": "15", **settings}
+def test_f23_connections_are_reset_in_the_middle_of_a_frame(hosts, tmp_path, path, times):
     hosts.set_rate(2, 400)
     try:
         for number in range(times):
-            job = begin(hosts, tmp_path / f"job{number}", "X", SUMS, ["2000000"], env=env)
+            job = begin(hosts, tmp_path / f"job{number}", "X", SUMS, ["2000000"], path=path)
             try:
                 job.await_events("sum", 4 + number)
                 time.sleep(0.01 * number)
@@ -295,23 +303,25 @@ def test_f23_connections_are_reset_in_the_middle_of_a_frame(hosts, tmp_path, set
         hosts.set_rate(2, None)
 
 
-def check_sums(hosts, folder, elements, limit_s):
-    """Let ranks sum 40 times on hosts as they are now: all sums are right, and nobody is suspected."""
-    job = begin(hosts, folder, "X", SUMS, [elements])
+def check_sums(hosts, folder, elements, limit_s, *, path, events):
+    """Let ranks sum on hosts as they are now: all sums are right, and nobody is suspected."""
+    job = begin(hosts, folder, "X", SUMS, [elements], path=path)
     try:
-        job.await_events("sum", 40, limit_s=limit_s)
+        job.await_events("sum", events, limit_s=limit_s)
         job.open_gate("stop")
         assert job.wait(120) == 0, job
         assert "suspect" not in job.err, job
     finally:
         job.close()
-    return job
+    left = hosts.await_quiet()
+    assert not left, (left, job)
 
 
 def test_f24_ten_megabits_a_second(hosts, tmp_path):
     hosts.set_rate(2, 10)
     try:
-        check_sums(hosts, tmp_path / "job", "250000", 120)
+        for number, path in enumerate(PATHS):
+            check_sums(hosts, tmp_path / f"job{number}", "250000", 120, path=path, events=16)
     finally:
         hosts.set_rate(2, None)
 
@@ -319,6 +329,6 @@ def test_f24_ten_megabits_a_second(hosts, tmp_path):
 def test_f25_everything_arrives_later(hosts, tmp_path):
     with hosts.delayed(2, 0.2):
         for number in range(4):
-            job = check_sums(hosts, tmp_path / f"job{number}", "1000", 60)
-            left = hosts.await_quiet()
-            assert not left, (left, job)
+            check_sums(
+                hosts, tmp_path / f"job{number}", "1000", 60, path=path_of(number), events=40
+            )

@@ -9,6 +9,8 @@ import syncvar as sv
 from tests.support.launching import Job, check_bound, last_exception
 
 TIMES = 10  # of each fault, over its phases
+PATHS = ({}, {"SYNCVAR_ENCRYPTION": "control-only"}, {"SYNCVAR_TRANSPORT": "zmq"})
+"""Settings for each path of data between hosts: lanes with TLS, as a user has who sets none, plain lanes, ZeroMQ links."""
 SCRIPT = """
 import os, sys, time
 import probe
@@ -72,7 +74,14 @@ def slots(hosts):
     return f"{hosts.names[0]}:1,{hosts.names[1]}:1,{hosts.names[2]}:2"
 
 
-def begin(hosts, folder, phase, script=SCRIPT, arguments=(), *, lost_after_s=15.0, **named):
+def path_of(number):
+    """Return the settings of one of several jobs: they take the paths in turn."""
+    return PATHS[number % len(PATHS)]
+
+
+def begin(
+    hosts, folder, phase, script=SCRIPT, arguments=(), *, lost_after_s=15.0, path=PATHS[0], **named
+):
     """Start a job and wait until all its ranks are in a phase.
 
     Only where silence is what is to be noticed, `lost_after_s` is the short one of the tests: processes that start, on a
@@ -84,7 +93,7 @@ def begin(hosts, folder, phase, script=SCRIPT, arguments=(), *, lost_after_s=15.
         (folder / "defaults.toml").write_text("[launch]\ntimeout = 120\n")
         named["config"] = folder / "defaults.toml"
     workers = named.setdefault("workers", 4)
-    named.setdefault("env", {"SYNCVAR_LOST_AFTER_S": str(lost_after_s)})
+    named["env"] = {"SYNCVAR_LOST_AFTER_S": str(lost_after_s), **path, **named.get("env", {})}
     job = Job(
         folder,
         script,
@@ -102,9 +111,12 @@ def begin(hosts, folder, phase, script=SCRIPT, arguments=(), *, lost_after_s=15.
 
 
 def over_and_over(hosts, tmp_path, phase, phases, **named):
-    """Yield jobs in a phase, one after the other: so many that all phases together make ten. After each nothing is left."""
+    """Yield jobs in a phase, one after the other: so many that all phases together make ten.
+
+    They take the paths in turn: three jobs of a phase take all. After each nothing is left.
+    """
     for number in range(1 if phase == DEFAULTS else -(-TIMES // len(phases))):
-        job = begin(hosts, tmp_path / f"job{number}", phase, **named)
+        job = begin(hosts, tmp_path / f"job{number}", phase, path=path_of(number), **named)
         try:
             yield job
         finally:

@@ -19,10 +19,12 @@ PUSH = """
         with strategy.transaction():
             pushes.scatter_add([me], [1])
             total.assign_add(1.0)
+        if step == 4:
+            pushes.numpy()  # after it, the servers have all pushes of this worker
         if me in (1, 2) and step == 9 and incarnation == 0:
             os.kill(os.getpid(), 9)
         time.sleep(0.005)
-    pushes.numpy()  # after it, the servers have all pushes of this worker
+    pushes.numpy()
     probe.note("ready")
     probe.gate("count")
     probe.note("counted", pushes=pushes.numpy().tolist(), total=float(total.numpy()))
@@ -37,11 +39,11 @@ def test_a_job_goes_on_without_workers_that_are_lost(tmp_path, restarts):
     job.open_gate("count")
     assert job.wait() == 0, job
     counted = job.events("counted")
-    # A worker that is killed may have a push under way, which counts wholly or not at all.
+    # A worker that is killed may have pushes under way, each of which counts wholly or not at all.
     again = 40 if restarts else 0
     for one in counted:
         assert one["pushes"][0] == one["pushes"][3] == 40, job
-        assert {count - again for count in one["pushes"][1:3]} <= {9, 10}, job
+        assert {count - again for count in one["pushes"][1:3]} <= set(range(5, 11)), job
         assert one["total"] == sum(one["pushes"]), job
     assert len(counted) == (4 if restarts else 2), job
     assert job.report.count("is lost: signal 9") + job.report.count("started again alone") >= 2, job
