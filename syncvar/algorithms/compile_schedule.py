@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Schedule, Send
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Schedule,
+    Send,
+)
 from syncvar.core.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 OVERWRITE, INCOMING_LEFT, INCOMING_RIGHT = 0, 1, 2
-_INPUT = 2  # number of the input buffer, beside those of the schedule
 
 
 class Incoming(NamedTuple):
@@ -43,7 +51,7 @@ class LinkSchedule(NamedTuple):
 
     `in_place` has the rounds for an empty WORK buffer: they read the input in place until something
     overwrites it. It is None if the schedule does not write all of WORK, or reads the input in
-    another way.
+    another way. WORK of an all-to-all then has the received blocks only.
     """
 
     rounds: tuple[LinkRound, ...]
@@ -52,9 +60,19 @@ class LinkSchedule(NamedTuple):
     algorithm: str = ""
     in_place: tuple[LinkRound, ...] | None = None
 
+    @property
+    def only_sends(self) -> bool:
+        """Whether this rank only sends parts of WORK, and writes nothing."""
+        return not any(one.incoming or one.local for one in self.rounds)
 
-def compile_for_links(schedule: Schedule, members: Sequence[int]) -> LinkSchedule:
-    """Compile a schedule whose peers are ranks of the group with these world ranks."""
+
+def compile_for_links(
+    schedule: Schedule, members: Sequence[int], input_count: int | None = None
+) -> LinkSchedule:
+    """Compile a schedule whose peers are ranks of the group with these world ranks.
+
+    `input_count` is given for an all-to-all: so many elements at the start of WORK are only read.
+    """
     rounds = []
     for steps in schedule.rounds:
         sends: list[tuple[int, int, int, int]] = []
@@ -74,7 +92,10 @@ def compile_for_links(schedule: Schedule, members: Sequence[int]) -> LinkSchedul
                 mode = INCOMING_LEFT if step.incoming_left else INCOMING_RIGHT
             incoming[peer] = Incoming(mode, buffer, chunk.start, chunk.stop, buffer)
         rounds.append(LinkRound(tuple(sends), incoming, tuple(local)))
-    in_place = _in_place_rounds(rounds, schedule.work_count)
+    if input_count is None:
+        in_place = _in_place_rounds(rounds, schedule.work_count)
+    else:
+        in_place = tuple(_with_input_buffer(one, input_count) for one in rounds)
     counts = schedule.work_count, schedule.scratch_count
     return LinkSchedule(tuple(rounds), *counts, schedule.algorithm, in_place)
 
@@ -101,7 +122,7 @@ def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[Link
             if any(low <= start and stop <= high for low, high in written):
                 homes[start, stop] = work
             elif not any(low < stop and start < high for low, high in written):
-                homes[start, stop] = _INPUT
+                homes[start, stop] = Buffer.INPUT
             else:
                 return None
         redirected = tuple(
@@ -115,6 +136,31 @@ def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[Link
             if one.buffer == work and one.start < one.stop:
                 written = _joined(written, one.start, one.stop)
     return tuple(rewritten) if written == [(0, work_count)] else None
+
+
+def _with_input_buffer(one: LinkRound, input_count: int) -> LinkRound:
+    """Return a round with the first elements of WORK in the input buffer, and the others alone."""
+
+    def moved(chunk: Chunk) -> Chunk:
+        if chunk.buffer != Buffer.WORK:
+            return chunk
+        if chunk.stop <= input_count:
+            return chunk._replace(buffer=Buffer.INPUT)
+        return Chunk(chunk.start - input_count, chunk.stop - input_count)
+
+    sends = []
+    for peer, buffer, start, stop in one.sends:
+        chunk = moved(Chunk(start, stop, Buffer(buffer)))
+        sends.append((peer, int(chunk.buffer), chunk.start, chunk.stop))
+    incoming = {}
+    for peer, wanted in one.incoming.items():
+        chunk = moved(Chunk(wanted.start, wanted.stop, Buffer(wanted.buffer)))
+        buffer = int(chunk.buffer)
+        incoming[peer] = Incoming(wanted.mode, buffer, chunk.start, chunk.stop, buffer)
+    local = tuple(
+        step._replace(source=moved(step.source), target=moved(step.target)) for step in one.local
+    )
+    return LinkRound(tuple(sends), incoming, local)
 
 
 def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:

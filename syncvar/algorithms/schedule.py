@@ -23,11 +23,12 @@ class Buffer(IntEnum):
 
     WORK holds the vector, input and result. Collectives of blocks have all blocks there in rank
     order, with the own block in place at the start. An all-to-all has the blocks by destination,
-    then the blocks by source.
+    then the blocks by source. INPUT is the caller's, which compiled schedules may read instead.
     """
 
     WORK = 0
     SCRATCH = 1
+    INPUT = 2
 
 
 class Chunk(NamedTuple):

@@ -13,8 +13,8 @@ from syncvar.collectives.stage_builders import (
     exchange,
     require_same,
 )
-from syncvar.collectives.transfer_args import UNMOVED, TransferCall, detail_of, moves, result_buffer
-from syncvar.core.array_arguments import deliver
+from syncvar.collectives.transfer_args import UNMOVED, TransferCall, detail_of, moves
+from syncvar.core.array_arguments import deliver, result_buffer
 from syncvar.core.array_types import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
@@ -141,7 +141,7 @@ class BroadcastCall(TransferCall):
             raise MismatchError(f"{name}: the root (rank {root}) passes no value")
         mine, dtype = self.inputs[0] if self._is_root else None, dtype_from_index(theirs.dtype)
         result = yield from broadcast_flat(
-            communicator, mine, theirs.shape, dtype, root, self._algorithm
+            communicator, mine, theirs.shape, dtype, root, self._algorithm, self.out
         )
         # `out` is checked only now: other ranks may be waiting for data that this rank forwards.
         return deliver(result, self.out)

@@ -16,9 +16,8 @@ from syncvar.collectives.transfer_args import (
     detail_of,
     even_parts,
     moves,
-    result_buffer,
 )
-from syncvar.core.array_arguments import checked_integer, deliver
+from syncvar.core.array_arguments import checked_integer, deliver, result_buffer
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, private_copy, unflatten
 from syncvar.protocol.fixed_records import array_record

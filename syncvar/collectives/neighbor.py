@@ -11,8 +11,8 @@ from syncvar.collectives.collective_registry import Collective, CollectiveKind, 
 from syncvar.collectives.dispatch import make_call
 from syncvar.collectives.groups import Mesh
 from syncvar.collectives.stage_builders import exchange, require_same
-from syncvar.collectives.transfer_args import TransferCall, detail_of, moves, result_buffer
-from syncvar.core.array_arguments import as_array, checked_output, deliver
+from syncvar.collectives.transfer_args import TransferCall, detail_of, moves
+from syncvar.core.array_arguments import as_array, checked_output, deliver, result_buffer
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.block_transfer import Blocks, TransferLayout

@@ -30,8 +30,8 @@ from syncvar.collectives.transfer_args import (
     detail_of,
     even_parts,
     moves,
-    result_buffer,
 )
+from syncvar.core.array_arguments import result_buffer
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout

@@ -30,9 +30,8 @@ from syncvar.collectives.transfer_args import (
     even_parts,
     moves,
     place_of,
-    result_buffer,
 )
-from syncvar.core.array_arguments import as_array, checked_output, deliver
+from syncvar.core.array_arguments import as_array, checked_output, deliver, result_buffer
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.pytree import arrays_in, private_copy, unflatten
 from syncvar.core.reduce_ops import OPS, identity, op_name

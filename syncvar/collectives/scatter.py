@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call, native_dispatch
@@ -20,9 +22,8 @@ from syncvar.collectives.transfer_args import (
     even_parts,
     moves,
     place_of,
-    result_buffer,
 )
-from syncvar.core.array_arguments import as_array, deliver
+from syncvar.core.array_arguments import as_array, deliver, result_buffer
 from syncvar.core.array_types import DTYPE_NAMES, UnsupportedLibrary, dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.communicator import Communicator, Persistent
 
 _DIMENSIONS_MAX = 64  # NumPy's limit
 
@@ -248,6 +249,14 @@ class _AllToAllCall(TransferCall):
         mine = cut(parts, communicator, "all_to_all")
         if out is not None:
             _checked_outs(out, communicator, mine)
+        # The array that has been cut, if it can be sent as it is
+        is_whole = (
+            type(parts) is np.ndarray
+            and parts.flags.c_contiguous
+            and parts.dtype == mine[0].dtype
+            and not keep
+        )
+        self._whole = parts.reshape(-1) if is_whole else None
         if keep:
             mine = [part.copy() for part in mine]
         shape, dtype, layout = mine[0].shape, mine[0].dtype, None
@@ -277,6 +286,10 @@ class _AllToAllCall(TransferCall):
 
     def parts_of(self, x: NDArray[Any]) -> list[NDArray[Any]]:
         return even_parts(x, self.size)
+
+    def persistent(self, like: NDArray[Any]) -> Persistent | None:
+        self._whole = None  # repetitions have other parts
+        return super().persistent(like)
 
     def _outs(self, mine: list[NDArray[Any]], out: Any) -> list[NDArray[Any]] | None:
         return None if out is None else _checked_outs(out, self.communicator, mine)
@@ -335,21 +348,32 @@ class _AllToAllCall(TransferCall):
     def _exchanged(
         self, shapes: list[list[list[int]]]
     ) -> Generator[Stage, None, list[NDArray[Any]]]:
-        plan, mine, rank = self.communicator.plan, self.inputs, self.rank
+        """Yield the stage of the parts; return those for this rank, in `out` if they fit there."""
+        rank, flat = self.rank, [part.reshape(-1) for part in self.inputs]
         matrix = tuple(tuple(prod(shape) for shape in row) for row in shapes)
-        sent, received = matrix[rank], tuple(row[rank] for row in matrix)
-        work = np.empty(sum(sent) + sum(received), mine[0].dtype)
-        start = 0
-        for part in mine:
-            work[start : start + part.size] = part.reshape(-1)
-            start += part.size
-        yield Stage(plan("all_to_all", matrix, work.itemsize, algorithm=self._algorithm), work)
-        results = []
-        for source in range(self.size):
-            stop = start + received[source]
-            results.append(work[start:stop].reshape(shapes[source][rank]).copy())
-            start = stop
-        return results
+        counts, dtype = tuple(row[rank] for row in matrix), flat[0].dtype
+        plan = self.communicator.plan(
+            "all_to_all", matrix, dtype.itemsize, algorithm=self._algorithm
+        )
+        if isinstance(plan, LinkSchedule) and plan.in_place is not None:
+            work = self._memory(counts, dtype)
+            sent = np.concatenate(flat) if self._whole is None else self._whole
+            yield Stage(plan, work, send_buffer=sent)
+        else:
+            whole = np.concatenate([*flat, np.empty(sum(counts), dtype)])
+            yield Stage(plan, whole)
+            work = whole[sum(matrix[rank]) :].copy()
+        ends = accumulate(counts)
+        blocks = zip(ends, counts, shapes, strict=True)
+        return [work[end - count : end].reshape(row[rank]) for end, count, row in blocks]
+
+    def _memory(self, counts: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return flat memory for blocks of so many elements: `out`, if they lie there like this."""
+        out = self.out
+        outs = self._outs(self.inputs, out) if type(out) is np.ndarray else None
+        if outs is not None and tuple(one.size for one in outs) == counts:
+            return result_buffer(out, out.shape, dtype).reshape(-1)
+        return np.empty(sum(counts), dtype)
 
 
 def _checked_outs(

@@ -10,10 +10,13 @@ from __future__ import annotations
 import struct
 from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.algorithms.compile_schedule import LinkSchedule
+from syncvar.core.array_arguments import result_buffer
 from syncvar.core.errors import MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord, pack_record, unpack_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -41,17 +44,33 @@ def broadcast_flat(
     dtype: np.dtype[Any],
     root: int,
     algorithm: str | None = None,
+    out: Any = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
-    """Broadcast an array whose shape and dtype all ranks know; `mine` is the root's value."""
-    result: NDArray[Any] = (
-        np.empty(shape, dtype)
-        if mine is None
-        else np.array(mine, dtype=dtype, order="C", copy=True)
-    )
-    work = result.reshape(-1)
-    count, nbytes = work.size, work.itemsize
+    """Broadcast an array whose shape and dtype all ranks know; `mine` is the root's value.
+
+    Return a new array; or `out` if it fits, but on the root `mine` if it is there already.
+    """
+    count, nbytes = prod(shape), dtype.itemsize
     plan = communicator.plan("broadcast", count, nbytes, root=root, algorithm=algorithm)
-    yield Stage(plan, work)
+    if mine is None:
+        received = result_buffer(out, shape, dtype)
+        yield Stage(plan, received.reshape(-1))
+        return received
+    is_sent_itself = (
+        isinstance(plan, LinkSchedule)
+        and plan.only_sends
+        and mine.dtype == dtype
+        and mine.flags.c_contiguous
+    )
+    is_there = out is mine
+    if is_sent_itself:  # the others get it before this rank makes its own copy
+        yield Stage(plan, mine.reshape(-1))
+        if is_there:
+            return mine
+    result = result_buffer(out, shape, dtype, mine)
+    result[...] = mine
+    if not is_sent_itself:
+        yield Stage(plan, result.reshape(-1))
     return result
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from syncvar.collectives.dispatch import Persistable, never_persistent, plain_input
 from syncvar.core.array_arguments import deliver
 from syncvar.core.errors import InternalError
@@ -19,6 +17,7 @@ from syncvar.runtime.request import Stage
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from syncvar.runtime.collective_spec import CollectiveSpec
@@ -115,18 +114,6 @@ class TransferCall(Persistable):
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
     """Return the value that ranks compare before they move blocks; never 0."""
     return fingerprint("detail", dtype.name, shape, *more) or 1
-
-
-def result_buffer(
-    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]
-) -> NDArray[Any]:
-    """Return `out` if it can be written while `sources` are read, else a new array."""
-    is_fit = (
-        type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray
-    )
-    if is_fit and not any(np.may_share_memory(out, source) for source in sources):
-        return out  # type: ignore[no-any-return]
-    return np.empty(shape, dtype)
 
 
 def even_parts(x: NDArray[Any], size: int) -> list[NDArray[Any]]:

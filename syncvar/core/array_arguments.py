@@ -6,7 +6,7 @@ import reprlib
 import sys
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -174,6 +174,18 @@ def deliver(result: NDArray[Any], out: Any) -> NDArray[Any]:
     target = checked_output(out, result.shape, result.dtype)
     target[...] = result
     return target
+
+
+def result_buffer(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]
+) -> NDArray[Any]:
+    """Return `out` if it can be written while `sources` are read, else a new array."""
+    is_fit = (
+        type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray
+    )
+    if is_fit and not any(np.may_share_memory(out, source) for source in sources):
+        return cast("NDArray[Any]", out)
+    return np.empty(shape, dtype)
 
 
 def checked_integer(name: str, value: Any) -> int:

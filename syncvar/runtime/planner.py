@@ -245,7 +245,7 @@ class Planner:
         if self._is_shared:
             schedules = build_all(collective, chosen, size, root=root, **sizes)
             return compile_published(schedules, rank, root)
-        return compile_for_links(build(collective, chosen, args), self._members)
+        return _compile_for_links(collective, chosen, args, self._members)
 
     def _compile_between_hosts(
         self, collective: str, nbytes: int, args: ScheduleArgs, case: Mapping[str, bool]
@@ -255,7 +255,15 @@ class Planner:
         order = choice.order
         args = args._replace(rank=order.index(args.rank), root=order.index(args.root))
         members = [self._members[host] for host in order]
-        return compile_for_links(build(collective, choice.algorithm, args), members)
+        return _compile_for_links(collective, choice.algorithm, args, members)
+
+
+def _compile_for_links(
+    collective: str, algorithm: str, args: ScheduleArgs, members: Sequence[int]
+) -> LinkSchedule:
+    is_matrix = SCHEDULES[collective].work is WorkLayout.PAIRS
+    input_count = sum(args.matrix[args.rank]) if is_matrix else None
+    return compile_for_links(build(collective, algorithm, args), members, input_count)
 
 
 def _compile_stages(found: HostStages, members: Sequence[int]) -> CompiledStages:

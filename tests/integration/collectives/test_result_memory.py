@@ -8,9 +8,11 @@ import platform
 import weakref
 
 import numpy as np
+import pytest
 
 import syncvar as sv
 from syncvar.testing import run_ranks
+from tests.support.harness import everywhere
 
 SCRIPT = """
 import resource
@@ -61,3 +63,57 @@ def test_a_cached_call_keeps_no_array_of_the_program():
         return [name for name, reference in gone if reference() is not None]
 
     assert run_ranks(2, fn, shared=True, timeout_s=60) == [[], []]
+
+
+@pytest.mark.parametrize("algorithm", [None, "direct", "pairwise", "bruck"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_all_to_all_over_links_receives_where_the_results_go(size, algorithm):
+    rows = 40_000  # longer than what is exchanged whole
+
+    def fn():
+        rank = sv.rank()
+        x = np.arange(size * rows, dtype=np.int32).reshape(-1, 2) + 1_000_000 * rank
+        before, out = x.copy(), np.zeros_like(x)
+        made = sv.all_to_all(x, out=out, algorithm=algorithm)
+        assert all(one.base is out for one in made)
+        wanted = [
+            x[rank * rows // 2 : (rank + 1) * rows // 2] % 1_000_000 + 1_000_000 * source
+            for source in range(size)
+        ]
+        assert (out == np.concatenate(wanted)).all()
+        narrow = np.zeros((rows * size // 2, 4), np.int32)[:, ::2]  # not contiguous
+        sv.all_to_all(x, out=narrow, algorithm=algorithm)
+        assert (narrow == out).all()
+        listed = sv.all_to_all(list(x.reshape(size, -1, 2)), algorithm=algorithm)
+        started = sv.all_to_all(x, algorithm=algorithm, async_op=True)
+        x[...] = -1  # the value is that of when the call was made
+        for one, other, want in zip(listed, started.wait(), wanted, strict=True):
+            assert (one == want).all()
+            assert (other == want).all()
+        x[...] = before
+        if algorithm != "bruck":  # which takes parts of one length
+            parts = [np.full(3 if dest == rank else 1, rank) for dest in range(size)]
+            counts = [len(one) for one in sv.all_to_all(parts, algorithm=algorithm)]
+            assert counts == [3 if source == rank else 1 for source in range(size)]
+
+    everywhere(size, fn)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_broadcast_over_links_sends_the_array_and_receives_into_out(size):
+    def fn():
+        for root in range(size):
+            x = np.arange(40_000.0) + sv.rank()
+            assert sv.broadcast(x, root, out=x) is x
+            assert (x == np.arange(40_000.0) + root).all()
+            x += sv.rank() - root
+            out = np.zeros_like(x)
+            assert sv.broadcast(x, root, out=out) is out
+            made = sv.broadcast(x, root)
+            assert not np.may_share_memory(made, x)
+            assert (x == np.arange(40_000.0) + sv.rank()).all()
+            turned = sv.broadcast(x.reshape(200, 200).T, root)
+            for one in (out, made, turned.T.reshape(-1)):
+                assert (one == np.arange(40_000.0) + root).all()
+
+    everywhere(size, fn)

@@ -86,11 +86,16 @@ def simulate_symbols(seed):
 
         def stages(self):
             rank = self.rank
+            input_count = sum(case["matrix"][rank]) if "matrix" in case else None
             plan = compile_for_links(
-                build(collective, algorithm, ScheduleArgs(rank, n, **case)), range(n)
+                build(collective, algorithm, ScheduleArgs(rank, n, **case)), range(n), input_count
             )
             if brought is None or plan.in_place is None:
                 yield Stage(plan, works[rank], symbols.combine)
+            elif input_count is not None:
+                received, sent = works[rank][input_count:], brought[rank][:input_count]
+                works[rank][:input_count] = UNKNOWN
+                yield Stage(plan, received, symbols.combine, send_buffer=sent)
             else:
                 works[rank][...] = UNKNOWN
                 yield Stage(plan, works[rank], symbols.combine, send_buffer=brought[rank])
