@@ -30,10 +30,13 @@ collect_ignore_glob = [
 MARK = "SYNCVAR_TEST_MARK"
 SETTLE_S = 20.0
 AGAIN_S = 20.0
+EXEC_S = 2.0
 SLOW_S = 600.0
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "syncvar-"  # of the names that the library makes there
+_KERNEL_THREAD = 0x00200000
+_BARE = set()  # processes that have no environment
 _LIMIT = pytest.StashKey()
 _BEFORE = (
     pytest.StashKey()
@@ -252,13 +255,26 @@ def _processes():
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
+def _environment(pid):
+    """Return the environment of a process. In the middle of exec it has none yet, and its parent may have ended already."""
+    until = time.monotonic() + EXEC_S
+    while not (data := Path(f"/proc/{pid}/environ").read_bytes()) and pid not in _BARE:
+        fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        if len(fields) < 7 or fields[0] in "ZX" or int(fields[6]) & _KERNEL_THREAD:
+            break
+        if time.monotonic() > until:
+            _BARE.add(pid)
+        time.sleep(0.001)
+    return data
+
+
 def _marked_processes(mark, known):
     """Return the processes, not in `known`, whose environment holds this mark: pid -> words."""
     found = {}
     wanted = f"{MARK}={mark}".encode()
     for pid in _processes() - known - {os.getpid()}:
         with contextlib.suppress(OSError):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes():
+            if wanted in _environment(pid):
                 words = (
                     Path(f"/proc/{pid}/cmdline")
                     .read_bytes()

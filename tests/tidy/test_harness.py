@@ -161,16 +161,23 @@ def outcome(tmp_path_factory):
     )
     (folder / "test_leaks.py").write_text(LEAKS.replace("PREFIX", prefix))
     (folder / "pytest.ini").write_text("[pytest]\n")
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=folder,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        check=False,
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in IGNORED],  # noqa: PLW1509
-    )
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", str(folder)]
+    with (folder / "output").open(
+        "w+"
+    ) as output:  # no pipe: a leak that is missed would keep it open
+        done = subprocess.run(
+            words,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=400,
+            cwd=folder,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            check=False,
+            preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in IGNORED],  # noqa: PLW1509
+        )
+        output.seek(0)
+        done.stdout = output.read()
+    return done
 
 
 @pytest.mark.parametrize(
