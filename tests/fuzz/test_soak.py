@@ -132,6 +132,5 @@ def test_a_rank_that_waits_long_sleeps(launch):
         assert job.wait() == 0, str(job)
         (event,) = job.events("share")
         assert event["seconds"] > 1.5, str(job)
-        assert event["share"] < 0.25, str(
-            job
-        )  # 0.02 on a quiet machine; a rank that spins takes all that it gets
+        # A hundredth is usual; a rank that spins takes all that it gets.
+        assert event["share"] < 0.25, str(job)
