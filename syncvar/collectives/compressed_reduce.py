@@ -33,7 +33,7 @@ from syncvar.collectives.reduce_args import (
     describe_tree_reduction,
     reduction_of,
 )
-from syncvar.collectives.stage_builders import gather_flat
+from syncvar.collectives.stage_builders import all_to_all_flat, gather_flat
 from syncvar.core.array_arguments import as_array, checked_output
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import arrays_of, flatten, is_structure, private_copy, unflatten
@@ -98,11 +98,9 @@ class CompressedSum:
         if not self._compressor.in_pieces:
             everything = yield from gather_flat(communicator, self._sent, (length,) * size)
             return self._summed(everything)[: self._values.size]
-        work = np.empty(2 * size * length, np.uint8)
-        work[: size * length] = self._sent
-        plan = communicator.plan("all_to_all", ((length,) * size,) * size, 1)
-        yield Stage(plan, work)
-        total = self._summed(work[size * length :])
+        matrix = ((length,) * size,) * size
+        pieces = yield from all_to_all_flat(communicator, self._sent, matrix)
+        total = self._summed(pieces)
         with quiet():
             mine = encoded(self._compressor, total)
         everything = yield from gather_flat(communicator, mine, (length,) * size)

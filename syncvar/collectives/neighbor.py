@@ -10,14 +10,13 @@ import numpy as np
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call
 from syncvar.collectives.groups import Mesh
-from syncvar.collectives.stage_builders import exchange, require_same
+from syncvar.collectives.stage_builders import all_to_all_flat, exchange, require_same
 from syncvar.collectives.transfer_args import TransferCall, detail_of, moves
 from syncvar.core.array_arguments import as_array, checked_output, deliver, result_buffer
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.collective_registry import Case
     from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 
 def neighbor_all_gather(
@@ -235,13 +235,11 @@ class _NeighborCall(TransferCall):
             if peer == rank != dest
         ]
         incoming = sorted((peer, slot) for slot, peer in self._others)
-        work = np.empty(count * (len(outgoing) + len(incoming)), blocks[0].dtype)
-        if outgoing:
-            np.concatenate(outgoing, out=work[: count * len(outgoing)])
-        yield Stage(communicator.plan("all_to_all", matrix, work.itemsize), work)
+        sent = np.concatenate([*outgoing, np.empty(0, blocks[0].dtype)])
+        received = yield from all_to_all_flat(communicator, sent, matrix)
         output = self._buffer()
-        for place, (_, slot) in enumerate(incoming, len(outgoing)):
-            output[slot] = work[count * place : count * (place + 1)].reshape(output[slot].shape)
+        for place, (_, slot) in enumerate(incoming):
+            output[slot] = received[count * place : count * (place + 1)].reshape(output[slot].shape)
         return deliver(output, self.out)
 
 

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.algorithms.compile_schedule import LinkSchedule
 from syncvar.algorithms.schedule import even_chunks
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.dispatch import make_call, native_dispatch
 from syncvar.collectives.gather import other_ranks
 from syncvar.collectives.groups import by_rank, checked_root
-from syncvar.collectives.stage_builders import broadcast_bytes, gather_bytes, scatter_flat
+from syncvar.collectives.stage_builders import (
+    all_to_all_flat,
+    broadcast_bytes,
+    gather_bytes,
+    scatter_flat,
+)
 from syncvar.collectives.transfer_args import (
     UNMOVED,
     TransferCall,
@@ -29,7 +33,6 @@ from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.collective_spec import CollectiveSpec
-from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator, Persistent
+    from syncvar.runtime.request import Stage
 
 _DIMENSIONS_MAX = 64  # NumPy's limit
 
@@ -349,23 +353,16 @@ class _AllToAllCall(TransferCall):
         self, shapes: list[list[list[int]]]
     ) -> Generator[Stage, None, list[NDArray[Any]]]:
         """Yield the stage of the parts; return those for this rank, in `out` if they fit there."""
-        rank, flat = self.rank, [part.reshape(-1) for part in self.inputs]
+        rank, sent = self.rank, self._whole
+        if sent is None:
+            sent = np.concatenate([part.reshape(-1) for part in self.inputs])
         matrix = tuple(tuple(prod(shape) for shape in row) for row in shapes)
-        counts, dtype = tuple(row[rank] for row in matrix), flat[0].dtype
-        plan = self.communicator.plan(
-            "all_to_all", matrix, dtype.itemsize, algorithm=self._algorithm
-        )
-        if isinstance(plan, LinkSchedule) and plan.in_place is not None:
-            work = self._memory(counts, dtype)
-            sent = np.concatenate(flat) if self._whole is None else self._whole
-            yield Stage(plan, work, send_buffer=sent)
-        else:
-            whole = np.concatenate([*flat, np.empty(sum(counts), dtype)])
-            yield Stage(plan, whole)
-            work = whole[sum(matrix[rank]) :].copy()
+        counts = tuple(row[rank] for row in matrix)
+        received = self._memory(counts, sent.dtype)
+        yield from all_to_all_flat(self.communicator, sent, matrix, received, self._algorithm)
         ends = accumulate(counts)
         blocks = zip(ends, counts, shapes, strict=True)
-        return [work[end - count : end].reshape(row[rank]) for end, count, row in blocks]
+        return [received[end - count : end].reshape(row[rank]) for end, count, row in blocks]
 
     def _memory(self, counts: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return flat memory for blocks of so many elements: `out`, if they lie there like this."""

@@ -20,7 +20,7 @@ from syncvar.algorithms.schedule import Chunk, even_chunks
 from syncvar.collectives.collective_registry import Collective, CollectiveKind, register
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.reduce_args import check_finite
-from syncvar.collectives.stage_builders import gather_bytes, gather_flat
+from syncvar.collectives.stage_builders import all_to_all_flat, gather_bytes, gather_flat
 from syncvar.collectives.tensors import convert_back
 from syncvar.core.array_arguments import as_array, matching_word
 from syncvar.core.array_types import DTYPE_NAMES, dtype_from_index, dtype_index
@@ -40,7 +40,6 @@ from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.arithmetic import widen
 from syncvar.runtime.collective_spec import CollectiveSpec, spec_of
 from syncvar.runtime.communicator import CheckedCall
-from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
     Node = tuple[int, int]
 
@@ -457,19 +457,19 @@ def _total(
             for source, mine in enumerate(nodes)
         ]
     )
-    sent, arrived = matrix[rank], [row[rank] for row in matrix]
-    work = np.empty(sum(sent) + sum(arrived), reducer.accumulate)
+    sent = np.empty(sum(matrix[rank]), reducer.accumulate)
     place = 0
     for peer, chunk in enumerate(chunks):
         for node in nodes[rank] if peer != rank else ():
-            summed(items, *node, work[place : place + chunk.count], chunk.start)
+            summed(items, *node, sent[place : place + chunk.count], chunk.start)
             place += chunk.count
+    received, place = sent[:0], 0
     if count and size > 1:
-        yield Stage(communicator.plan("all_to_all", matrix, work.itemsize), work)
+        received = yield from all_to_all_flat(communicator, sent, matrix)
     held = {item: array[own.start : own.stop] for item, array in items.items()}
     for source in range(size):
         for node in nodes[source] if source != rank else ():
-            held[node] = work[place : place + own.count]
+            held[node] = received[place : place + own.count]
             place += own.count
     piece = np.empty(own.count, reducer.accumulate)
     summed(held, 0, shard_count, piece, 0)

@@ -119,6 +119,31 @@ def scatter_flat(
     return work[start : start + counts[communicator.member_rank]]
 
 
+def all_to_all_flat(
+    communicator: Communicator,
+    sent: NDArray[Any],
+    matrix: tuple[tuple[int, ...], ...],
+    received: NDArray[Any] | None = None,
+    algorithm: str | None = None,
+) -> Generator[Stage, None, NDArray[Any]]:
+    """Exchange flat blocks: `sent` has them by destination, the result by source.
+
+    `matrix` has the counts from each rank to each. The result is `received` if that is given.
+    """
+    plan = communicator.plan("all_to_all", matrix, sent.itemsize, algorithm=algorithm)
+    count = sum([row[communicator.member_rank] for row in matrix])
+    if isinstance(plan, LinkSchedule):
+        work = np.empty(count, sent.dtype) if received is None else received
+        yield Stage(plan, work, send_buffer=sent)
+        return work
+    whole = np.concatenate([sent, np.empty(count, sent.dtype)])
+    yield Stage(plan, whole)
+    if received is None:
+        return whole[sent.size :]
+    received[...] = whole[sent.size :]
+    return received
+
+
 def gather_bytes(
     communicator: Communicator, mine: bytes, root: int | None = None
 ) -> Generator[Stage, None, list[bytes]]:
