@@ -107,7 +107,7 @@ class HostRanks:
                 self._server.limit_s = float(limit_s or self._server.limit_s)
                 self._server.order(programs, base)
             self.processes = LocalWorkers(directory.path, directory.lock, self._server)
-            self._stack.callback(self.finish)
+            self._stack.callback(self._end, directory)
             with _private():
                 self.shm = self._make_shm(order, directory.path)
             self._stack.callback(self.shm.close)
@@ -266,6 +266,16 @@ class HostRanks:
         self._stack.close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _end(self, directory: JobDirectory) -> None:
+        """Kill what still runs, and remove the folder.
+
+        The system may kill this process meanwhile, because its parent has ended. The cleanup
+        process goes on then, so it ends last.
+        """
+        self.finish()
+        directory.remove()
+        self.processes.end_cleanup()
 
     @staticmethod
     def _make_shm(order: StartRequest, folder: Path) -> ShmService:

@@ -286,11 +286,11 @@ class HostCopy:
     def close(self) -> None:
         """Remove the copy. Idempotent."""
         self._end_file()
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            list(keeper.close())
         if self._directory is not None:
             self._directory.remove()
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.end_cleanup()
 
     def _create_folder(self) -> None:
         if self._directory is None:

@@ -316,6 +316,7 @@ class DirectWorkers:
         """Kill what still runs, and yield what it wrote."""
         self._stacks.read_noted()
         yield from self._processes.close()
+        self._processes.end_cleanup()
         self._shm.close()
 
 

@@ -369,7 +369,7 @@ class LocalWorkers:
                     os.kill(worker.process.pid, signal.SIGKILL)
 
     def close(self) -> Iterator[Event]:
-        """Kill what still runs, yield what it wrote, and end the cleanup process."""
+        """Kill what still runs, and yield what it wrote."""
         alive = [rank for rank, worker in self.workers.items() if worker.status is None]
         self.kill(alive)
         for rank in alive:
@@ -383,6 +383,9 @@ class LocalWorkers:
                 yield from self._listen(worker)
         for descriptor in list(self._owner):
             self._drop(descriptor)
+
+    def end_cleanup(self) -> None:
+        """End the cleanup process. From then on only the caller removes the directory."""
         self._inform_cleanup(".\n")
         os.close(self._cleanup_pipe)
         self._cleanup.wait()

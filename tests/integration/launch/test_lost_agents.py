@@ -97,3 +97,31 @@ def test_the_next_launch_removes_what_a_killed_agent_and_its_guardian_have_left(
     job = launch("import syncvar as sv; sv.barrier()", options=("-H", "localhost:2"), env=env)
     assert job.wait() == 0, str(job)
     assert not [one.name for one in (runtime / "syncvar").iterdir() if one.is_dir()]
+
+
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+
+if "agent_main" in Path("/proc/self/cmdline").read_text():
+    from syncvar.bootstrap.job_private import JobDirectory
+
+    JobDirectory.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--stage",)], ids=str)
+def test_the_folder_of_an_agent_that_is_killed_before_it_removes_it_is_removed(
+    launch, tmp_path, runtime, options
+):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(KILLS)
+    env = {"XDG_RUNTIME_DIR": str(runtime), "PYTHONPATH": str(tmp_path / "site")}
+    job = launch(
+        "import syncvar as sv; sv.barrier()", options=("-H", "localhost:2", *options), env=env
+    )
+    job.wait()
+    await_true(
+        lambda: not [one for one in (runtime / "syncvar").iterdir() if one.is_dir()],
+        what="the removal of all folders",
+    )
