@@ -17,7 +17,7 @@ import yaml
 
 from tests.support.host_testbed import Hosts
 from tests.support.launching import await_true
-from tests.support.paths import CONFIGS
+from tests.support.paths import CONFIGS, REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -41,13 +41,23 @@ TRAIN = """
     train(state)
     print(f"done: {state.step} {float(w.numpy()[0]):.0f} of {sv.world_size()}")
 """
-# As a container: arguments are the folders of the pod, its name, and its command.
+# As a container: arguments are the folders of the pod, its name, folders that stay although they are in /tmp (a line each),
+# and its command.
 POD = """
-mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs shm /dev/shm && hostname "$3"
-mount --bind "$1/image" /mnt && mount --bind "$2" /tmp && cd /mnt
-shift 3
+set -e
+mount --bind "$1/hosts" /etc/hosts
+mount -t tmpfs shm /dev/shm
+hostname "$3"
+mount --bind "$1/image" /mnt
+echo "$4" | while read -r kept; do
+    test -z "$kept" || { mkdir -p "$2/${kept#/tmp/}"; mount --bind "$kept" "$2/${kept#/tmp/}"; }
+done
+mount --rbind "$2" /tmp
+cd /mnt
+shift 4
 exec "$@"
 """
+INSTALLED = [path for path in (sys.prefix, str(REPOSITORY)) if path.startswith("/tmp/")]
 
 
 def jobs():
@@ -77,7 +87,11 @@ class Pod:
         line = ["nsenter", f"--net=/run/netns/{hosts.spaces[index]}", "unshare", *spaces]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
-                [*line, "sh", "-c", POD, "sh", str(folder), str(own), name, *command],
+                [
+                    *line,
+                    *("sh", "-c", POD, "sh", str(folder), str(own), name, "\n".join(INSTALLED)),
+                    *command,
+                ],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -92,6 +106,10 @@ class Pod:
 
     def shown(self):
         return self.out.read_text()
+
+    def has_shown(self, words):
+        assert self.process.poll() is None, self.shown()
+        return words in self.shown()
 
 
 @pytest.fixture
@@ -135,7 +153,7 @@ def await_size(launcher, size, pods):
 def test_pods_come_are_evicted_and_killed_and_the_others_go_on(cluster, tmp_path):
     hosts, begin = cluster
     first = begin(1, "train-workers")  # it waits for the name of the launcher
-    await_true(lambda: "launcher.train is unknown" in first.shown(), what="a pod that waits")
+    await_true(lambda: first.has_shown("launcher.train is unknown"), what="a pod that waits")
     launcher = begin(0, "train")
     with (tmp_path / "hosts").open("a") as file:
         file.write(f"{hosts.names[0]} launcher.train\n")
