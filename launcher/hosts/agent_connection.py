@@ -145,6 +145,7 @@ class RemoteHost:
         self.facts: dict[str, Any] = {}  # what the agent has reported about its host; empty before
         self.heard = time.monotonic()  # when a message last came, in seconds of the monotonic clock
         self.loss_reason = ""  # why no more messages will come; empty while they may
+        self.is_released = False  # whether the agent ends because its host was released
         # Whether the launcher ended the connection, so that the exit status explains nothing.
         self.is_ended = False
         self.staged = ""  # the folder with the copy of the script's folder; empty without one
@@ -232,6 +233,11 @@ class RemoteHost:
     def slots(self) -> int:
         """The slots of the host, after its facts have come: by default one per usable core."""
         return int(self.host.slots or self.facts["core_count"])
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the agent can start no more workers."""
+        return bool(self.loss_reason) or self.is_released
 
     def words(self) -> str:
         """Return the last text that ssh, the remote shell and the agent wrote to standard error."""

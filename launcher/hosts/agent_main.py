@@ -299,7 +299,7 @@ class HostAgent:
                 self._send("record", name=name, data=data)
             self._tallies = ranks.tallies()
             ranks.close()
-        self._send("attempt_ended")
+        self._send("attempt_ended", is_released=self._notices > 0)
 
     def _copy_file(self, message: Message) -> None:
         answer = self._copy.take(message)

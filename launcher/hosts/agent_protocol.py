@@ -95,7 +95,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "input_consumed": {"nbytes": int},
     "notice": {"text": str},
     "not_signalled": {"signal_number": int, "ranks": list},
-    "attempt_ended": {},
+    "attempt_ended": {"is_released": bool},
 }
 
 _TEXT_FACTS = ("host", "machine", "python", "syncvar", "numpy", "byte_order", "processor")

@@ -153,6 +153,7 @@ class RemoteWorkers:
             "record": self._keep_record,
             "input_consumed": self._count_input,
             "notice": self._keep_notice,
+            "attempt_ended": self._keep_release,
         }
 
     def start(self) -> Iterator[Event]:
@@ -506,6 +507,7 @@ class RemoteWorkers:
         self._is_closing = True
         self._input.close()
         yield from self._here.close()
+        self._here.end_cleanup()
         waiting = [site for site in self._host_group.sites if not site.remote.loss_reason]
         for rank, site in self.workers.items():
             for stream in ("out", "err"):
@@ -628,6 +630,9 @@ class RemoteWorkers:
 
     def _keep_notice(self, message: Message, site: HostSlot) -> None:
         self._messages.append(escape(f"{site.name}: {message['text']}"))
+
+    def _keep_release(self, message: Message, site: HostSlot) -> None:
+        site.remote.is_released = bool(message["is_released"])
 
     def _keep_stack(self, message: Message, site: HostSlot) -> None:
         number = message["request_id"]

@@ -125,3 +125,42 @@ def test_the_folder_of_an_agent_that_is_killed_before_it_removes_it_is_removed(
         lambda: not [one for one in (runtime / "syncvar").iterdir() if one.is_dir()],
         what="the removal of all folders",
     )
+
+
+LINGERS = """
+import time
+from pathlib import Path
+
+if "agent_main" in Path("/proc/self/cmdline").read_text():
+    from syncvar_launcher.hosts.agent_main import HostAgent
+
+    close = HostAgent.close
+    HostAgent.close = lambda self: (close(self), time.sleep(1.5))
+"""
+STOPS = """
+import os, signal, sys, time
+import probe, syncvar as sv
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+sv.barrier()
+probe.note("there", restarts=os.environ["SYNCVAR_RESTARTS"])
+if os.environ["SYNCVAR_RESTARTS"] == "0":
+    time.sleep(600)
+"""
+
+
+def test_workers_start_again_by_a_new_agent_where_the_released_one_is_still_ending(
+    launch, tmp_path
+):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(LINGERS)
+    job = launch(
+        STOPS,
+        options=("-H", "localhost:2", "--max-restarts", "1"),
+        env={"PYTHONPATH": str(tmp_path / "site")},
+    )
+    job.await_events("there", 2)
+    (agent,) = children(job.process.pid, b"agent_main")
+    os.kill(agent, signal.SIGTERM)
+    assert job.wait() == 0, str(job)
+    assert [event["restarts"] for event in job.events("there")] == ["0", "0", "1", "1"], str(job)

@@ -78,9 +78,7 @@ def test_what_a_login_shell_prints_first_does_no_harm():
     reader = Reader(awaits_greeting=True)
     assert reader.feed(b"Welcome to n1\nsyncvar-") == []
     assert reader.before == b"Welcome to n1\nsyncvar-"
-    assert reader.feed(b"agent?\n" + GREETING + pack("attempt_ended")) == [
-        {"kind": "attempt_ended"}
-    ]
+    assert reader.feed(b"agent?\n" + GREETING + pack("heartbeat")) == [{"kind": "heartbeat"}]
     assert reader.before == b"Welcome to n1\nsyncvar-agent?\n"
     with pytest.raises(WireError, match="none of them is the agent's greeting"):
         Reader(awaits_greeting=True).feed(b"x" * 100_000)
