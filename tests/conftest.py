@@ -91,12 +91,13 @@ def _folder_of_the_run(config, variable, prefix, parent=None):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Give slow tests the time that they may need beside other programs; the default limit is for the others.
+    """Give slow and nightly tests the time that they may need beside other programs; the default limit is for the others.
 
     Without the C extension or Chromium, leave out what needs it, and say why.
     """
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        is_long = any(item.get_closest_marker(name) for name in ("slow", "nightly"))
+        if is_long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
     _leave_out(config, items, "needs_c_extension", "the C extension", _why_no_c_extension)
     _leave_out(config, items, "browser", "pages in a browser", _why_no_browser)

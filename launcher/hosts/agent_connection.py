@@ -235,9 +235,9 @@ class RemoteHost:
         return int(self.host.slots or self.facts["core_count"])
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the agent can start no more workers."""
-        return bool(self.loss_reason) or self.is_released
+    def is_available(self) -> bool:
+        """Whether the agent can start workers: it is neither lost nor released."""
+        return not self.loss_reason and not self.is_released
 
     def words(self) -> str:
         """Return the last text that ssh, the remote shell and the agent wrote to standard error."""

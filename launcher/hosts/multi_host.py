@@ -245,7 +245,7 @@ class JobHosts:
             one.remote.drain()  # messages since the last attempt are unread
         if self._options.ranks.fewest:
             self._keep_living()
-        lost = [place for place, one in enumerate(self.sites) if one.remote.is_gone]
+        lost = [place for place, one in enumerate(self.sites) if not one.remote.is_available]
         if not lost:
             return
         for place in lost:
@@ -276,7 +276,7 @@ class JobHosts:
         living = []
         for one in self.sites:
             size = min(one.workers, left)
-            if size and not one.remote.is_gone:
+            if size and one.remote.is_available:
                 living.append(one._replace(workers=size))
                 left -= size
         if sum(one.workers for one in living) >= ranks.fewest:

@@ -5,6 +5,7 @@ import pytest
 from tests.fuzz import killed_starts
 
 RUNS = 100
+SLOW_RUNS = 30  # the others are nightly
 PER_CASE = 10
 
 
@@ -14,7 +15,13 @@ def test_some_kills_while_a_job_starts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, RUNS, PER_CASE))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=pytest.mark.nightly if first >= SLOW_RUNS else ())
+        for first in range(0, RUNS, PER_CASE)
+    ],
+)
 def test_kills_at_random_moments_while_a_job_starts(tmp_path, first):
     ends = killed_starts.run_many(range(first, first + PER_CASE), tmp_path)
     assert len(ends) == PER_CASE

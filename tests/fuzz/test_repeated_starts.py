@@ -8,7 +8,7 @@ STARTS = 200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load", [0, 4])
+@pytest.mark.parametrize("load", [pytest.param(0, marks=pytest.mark.nightly), 4])
 def test_every_start_ends(load):
     ends = list(repeat_starts.run_many(STARTS // 2, load, seed=load))
     assert [one.trouble for one in ends if one.trouble] == []

@@ -1,6 +1,7 @@
 """Random calls over real processes of one host, for long; ranks that are killed, stopped or slow in the middle of them.
 
-The default run makes 1 200 calls on 2 ranks and 500 on 4, and kills 3 ranks; the slow tests make 60 000 and kill 200.
+The default run makes 1 200 calls on 2 ranks and 500 on 4, and kills 3 ranks; the slow tests make 20 000 calls, and the
+nightly ones 40 000 more and 200 kills.
 """
 
 import contextlib
@@ -42,7 +43,9 @@ def test_the_same_calls_over_links(launch, workers):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_many_random_calls(launch, workers, seed):
     soaked(launch, workers, seed, CALLS, 300)
@@ -73,9 +76,9 @@ def test_killed_at_any_moment(launch, nothing_left_behind, workers, times):
         kill_in_the_middle(launch, nothing_left_behind, workers, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("workers", [2, 4])
 def test_killed_very_often(launch, nothing_left_behind, workers):
     for seed in range(1000, 1000 + KILLS // 2):
         kill_in_the_middle(launch, nothing_left_behind, workers, seed)

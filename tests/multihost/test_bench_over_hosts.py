@@ -9,7 +9,7 @@ import pytest
 from tests.support.paths import BENCH
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_parts_over_two_hosts(tmp_path):
     command = [
         sys.executable,

@@ -131,7 +131,10 @@ def more(job, hosts):
 @pytest.mark.parametrize(
     ("kind", "phase"),
     [
-        (kind, phase) for kind in KINDS for phase in "RC" if (kind, phase) != ("again", "R")
+        pytest.param(kind, phase, marks=pytest.mark.nightly if phase == "R" else ())
+        for kind in KINDS
+        for phase in "RC"
+        if (kind, phase) != ("again", "R")
     ],  # who comes first, with the secret, is in
 )
 def test_strangers_cost_a_job_nothing(hosts, tmp_path, kind, phase):

@@ -233,6 +233,7 @@ def test_f21_one_direction_is_lost(hosts, tmp_path, phase, way):
             )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("phase", phases("C"))  # the last one is inside calls
 def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_path, phase):
     """When the link is up again, TCP goes on with its next try: it doubles its pauses, from 0.2 s on."""
@@ -317,6 +318,7 @@ def check_sums(hosts, folder, elements, limit_s, *, path, events):
     assert not left, (left, job)
 
 
+@pytest.mark.nightly
 def test_f24_ten_megabits_a_second(hosts, tmp_path):
     hosts.set_rate(2, 10)
     try:
@@ -326,6 +328,7 @@ def test_f24_ten_megabits_a_second(hosts, tmp_path):
         hosts.set_rate(2, None)
 
 
+@pytest.mark.nightly
 def test_f25_everything_arrives_later(hosts, tmp_path):
     with hosts.delayed(2, 0.2):
         for number in range(4):

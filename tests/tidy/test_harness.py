@@ -119,7 +119,7 @@ def does_not_end():
     yield
     time.sleep(600)
 
-@pytest.mark.timeout(0.5, method="signal")
+@pytest.mark.timeout(2, method="signal")
 def test_stuck(does_not_end):
     threading.Event().wait(600)
 
@@ -150,11 +150,7 @@ IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # as under nohup in th
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaks")
-    shorter = (
-        CONFTEST.read_text()
-        .replace("SETTLE_S = 20.0", "SETTLE_S = 1.0")
-        .replace("AGAIN_S = 20.0", "AGAIN_S = 0.5")
-    )
+    shorter = CONFTEST.read_text().replace("SETTLE_S = 20.0", "SETTLE_S = 1.0")
     prefix = f"syncvar-test-{os.getpid()}-"  # another run of these tests has others
     (folder / "conftest.py").write_text(
         shorter.replace('_PREFIX = "syncvar-"', f'_PREFIX = "{prefix}"')

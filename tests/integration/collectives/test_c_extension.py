@@ -38,9 +38,7 @@ def told(launch, runner, workers, sizes):
         (2, "few"),
         pytest.param(4, "few", marks=pytest.mark.slow),
         *(
-            pytest.param(
-                workers, sizes, marks=pytest.mark.nightly if workers > 3 else pytest.mark.slow
-            )
+            pytest.param(workers, sizes, marks=pytest.mark.nightly)
             for workers in (2, 3, 4, 5)
             for sizes in ("many", "long")
         ),
@@ -500,7 +498,7 @@ def test_help_shows_each_function_with_its_docstring():
 
 
 @pytest.mark.needs_c_extension
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_byte_outside_is_touched(launch, tmp_path):
     env = sanitized("native", tmp_path)
     job = launch(

@@ -19,13 +19,13 @@ LAYOUTS = {
     [
         ("kernel", 2, 40, []),  # where shared memory is checked, Python runs all
         pytest.param("shm", 2, 12, [], marks=pytest.mark.slow),
-        pytest.param("kernel", 2, 600, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
-        pytest.param("kernel", 3, 400, ["all_gather", "scan"], marks=pytest.mark.slow),
+        pytest.param("kernel", 2, 600, ["all_reduce", "broadcast"], marks=pytest.mark.nightly),
+        pytest.param("kernel", 3, 400, ["all_gather", "scan"], marks=pytest.mark.nightly),
         pytest.param("kernel", 4, 400, ["reduce_scatter", "all_to_all"], marks=pytest.mark.nightly),
         pytest.param("shm", 3, 100, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
         pytest.param("shm", 4, 100, ["reduce_scatter"], marks=pytest.mark.slow),
         pytest.param("zmq", 3, 60, ["all_reduce"], marks=pytest.mark.slow),
-        pytest.param("hosts", 4, 60, ["all_reduce"], marks=pytest.mark.slow),
+        pytest.param("hosts", 4, 60, ["all_reduce"], marks=pytest.mark.nightly),
         pytest.param("hosts", 3, 60, ["all_gather"], marks=pytest.mark.slow),
     ],
 )
@@ -46,7 +46,8 @@ def test_random_calls_on_processes(launch, layout, workers, cases, pairs):
     ("workers", "cases"),
     [
         (2, 30),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 400), (3, 250), (4, 150))),
+        pytest.param(3, 60, marks=pytest.mark.slow),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((2, 400), (3, 250), (4, 150))),
     ],
 )
 @pytest.mark.timeout(300)
@@ -69,14 +70,15 @@ def test_everyday_calls_on_processes(launch, workers, cases):
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
-                ("kernel", 2, 40),
-                ("kernel", 3, 25),
                 ("shm", 2, 15),
                 ("zmq", 2, 15),
                 ("hosts", 3, 15),
             )
         ),
-        pytest.param("kernel", 4, 25, marks=pytest.mark.nightly),
+        *(
+            pytest.param("kernel", *one, marks=pytest.mark.nightly)
+            for one in ((2, 40), (3, 25), (4, 25))
+        ),
     ],
 )
 @pytest.mark.timeout(300)

@@ -78,13 +78,12 @@ def test_results_lie_over_other_arrays(layout, size, turns):
         *(
             pytest.param(*one, marks=pytest.mark.slow)
             for one in (
-                ("kernel", 3, 300),
                 ("shm", 2, 60),
                 ("links", 3, 40),
                 ("hosts", 4, 40),
             )
         ),
-        pytest.param("kernel", 4, 300, marks=pytest.mark.nightly),
+        *(pytest.param("kernel", size, 300, marks=pytest.mark.nightly) for size in (3, 4)),
     ],
 )
 def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
@@ -99,7 +98,9 @@ def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
 
 @LONG_TEST
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3))]
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_structures(monkeypatch, size, seed):
     monkeypatch.setattr(shm_reduce, "_SEPARATE_BYTES", 128 << 10)

@@ -49,7 +49,7 @@ def test_some_calls_on_which_the_ranks_disagree(refusals):
     assert refusals(1, 60, 3) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_many_calls_on_which_the_ranks_disagree(refusals):
     assert refusals(2, 2000, 5, limit_s=400) > 300

@@ -68,7 +68,7 @@ probe.note("talked", asked=asked[0], digest=digest.hexdigest())
 @pytest.mark.needs_c_extension
 @pytest.mark.parametrize(
     ("steps", "transports"),
-    [(600, ["auto"]), pytest.param(6000, ["auto", "zmq"], marks=pytest.mark.slow)],
+    [(600, ["auto"]), pytest.param(6000, ["auto", "zmq"], marks=pytest.mark.nightly)],
 )
 def test_both_runners_and_links_bring_the_same_messages(launch, steps, transports):
     seen = {}
@@ -94,7 +94,7 @@ def test_both_runners_and_links_bring_the_same_messages(launch, steps, transport
 
 
 @pytest.mark.needs_c_extension
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
     variables = sanitized("native", tmp_path)
     job = launch(

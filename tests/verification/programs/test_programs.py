@@ -16,7 +16,7 @@ from tests.verification.programs.program_language import shown
 from tests.verification.programs.reference_model import FOREIGN, Model, context_of
 from tests.verification.programs.reusable_world import Worlds
 
-PROGRAMS = 2_000  # in each world, with the slow tests
+PROGRAMS = 2_000  # in each world, nightly
 PROGRAMS_OVER_LINKS = 300
 PROGRAMS_IN_SHM = 80  # threads that wait for words of one another are slow
 PROGRAMS_DELAYED = 150
@@ -82,7 +82,7 @@ def test_programs_visit_every_cell():
     assert {context for _, _, context, _ in visited} == {*contexts, FOREIGN}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("faults", "shared"),

@@ -98,7 +98,7 @@ def test_the_plan_fulfils_its_contract(collective, algorithm, batch):
 @pytest.mark.parametrize(
     "world_size",
     [
-        pytest.param(n, marks=[pytest.mark.nightly] if 40 < n < RANKS_MAX else [])
+        pytest.param(n, marks=[pytest.mark.nightly] if 24 < n < RANKS_MAX else [])
         for n in range(1, RANKS_MAX + 1)
     ],
 )

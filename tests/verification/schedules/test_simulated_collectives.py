@@ -220,7 +220,10 @@ def test_every_schedule_of_the_collectives_gives_the_exact_result(block_of_seeds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_of_seeds", range(20))
+@pytest.mark.parametrize(
+    "block_of_seeds",
+    [*range(5), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(5, 20))],
+)
 def test_many_more_schedules(block_of_seeds):
     for seed in range(500 + block_of_seeds * 500, 1000 + block_of_seeds * 500):
         simulate_symbols(seed)
