@@ -258,7 +258,8 @@ def test_the_time_limit_is_named_whatever_ranks_answer(launch):
 
 
 SLOW_TO_END = """
-import builtins, os, time
+import builtins, os, sys, time
+from pathlib import Path
 import probe, syncvar as sv
 
 class Slow:
@@ -271,14 +272,22 @@ if probe.RANK == 1:
     builtins.kept = Slow()  # goes with the interpreter
     raise TypeError("planted")
 probe.gate("ends")
+while '"failed"' not in Path(sys.argv[1]).read_text():  # the launcher knows the first error
+    time.sleep(0.005)
 raise ValueError("another")
 """
 
 
 def test_an_error_is_told_alone_though_the_signal_that_ends_the_job_comes_while_its_rank_ends(
-    launch,
+    launch, tmp_path
 ):
-    job = launch(SLOW_TO_END, env={"SYNCVAR_ABORT_GRACE_S": "0.2"})
+    events = str(tmp_path / "events")
+    job = launch(
+        SLOW_TO_END,
+        arguments=[events],
+        options=["--events", events],
+        env={"SYNCVAR_ABORT_GRACE_S": "0.2"},
+    )
     assert job.wait() == 1, str(job)
     first = next(line for line in job.report.split("\n") if line.startswith("syncvar: rank "))
     assert first.startswith("syncvar: rank 1 on "), str(job)
