@@ -84,6 +84,7 @@ def test_killed_very_often(launch, nothing_left_behind, workers):
         kill_in_the_middle(launch, nothing_left_behind, workers, seed)
 
 
+@pytest.mark.slow
 def test_stopped_and_continued(launch):
     """0.3 s is below what makes a rank suspect: nobody may notice."""
     job = launch(SOAK, workers=2, arguments=["5", "1500"])
@@ -128,6 +129,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_long_sleeps(launch):
     ways = (["3"], ["300000"], ["3", "started"])
     jobs = [launch(WAITING, workers=2, arguments=arguments) for arguments in ways]

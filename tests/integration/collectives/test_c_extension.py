@@ -578,6 +578,7 @@ note("exact")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "runner", [pytest.param("c", marks=pytest.mark.needs_c_extension), "python"]
 )

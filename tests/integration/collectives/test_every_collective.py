@@ -29,6 +29,7 @@ def test_every_collective(launch, workers, transport):
     assert int(job.out.split("checked ")[1].split()[0]) > 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "hosts"),
     [

@@ -8,6 +8,7 @@ SCRIPT = RANK_SCRIPTS / "every_size.py"
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "servers", "hosts", "encryption", "few"),
     [

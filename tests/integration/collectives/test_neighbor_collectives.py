@@ -111,6 +111,7 @@ def test_every_mesh_gives_what_the_model_gives(launch, workers, setting):
     assert job.out.count("calls") == workers
 
 
+@pytest.mark.slow
 def test_neighbours_on_two_hosts(launch):
     job = launch(SCRIPT, workers=4, options=["--fake-hosts", "2"])
     assert job.wait() == 0, str(job)

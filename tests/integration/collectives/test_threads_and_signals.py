@@ -230,6 +230,7 @@ probe.note("over", made=made[0], said=sorted({one.partition(" on rank")[2][:60] 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kernel"),
     [

@@ -319,6 +319,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_deadlocks_of_ranks_with_several_threads(launch, path):
     env = {"SYNCVAR_TRANSPORT": path, "SYNCVAR_REPORT_AFTER_S": "0.02"}

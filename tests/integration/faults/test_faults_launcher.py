@@ -215,6 +215,7 @@ def test_f14_second_interrupt_kills_at_once(launch, phase):
     check_bound(f"F14-{phase}", job.ended - sent, 0.5)
 
 
+@pytest.mark.slow
 def test_f14_without_a_second_interrupt_the_grace_ends_it(launch):
     job = launch(STUBBORN, workers=2)
     job.await_events("ready", 2)

@@ -98,6 +98,7 @@ def _long(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "hosts", "stopped_s"),
     [

@@ -135,7 +135,7 @@ if "agent_main" in Path("/proc/self/cmdline").read_text():
     from syncvar_launcher.hosts.agent_main import HostAgent
 
     close = HostAgent.close
-    HostAgent.close = lambda self: (close(self), time.sleep(1.5))
+    HostAgent.close = lambda self: (close(self), time.sleep(0.7))
 """
 STOPS = """
 import os, signal, sys, time

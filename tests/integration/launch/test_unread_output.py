@@ -85,6 +85,7 @@ def kinds(*in_the_default_run):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", kinds("pipe"))
 def test_f03_rank_killed_while_nobody_reads(launch, tmp_path, kind):
     with unread(kind, tmp_path) as (prefix, _):
@@ -100,6 +101,7 @@ def test_f03_rank_killed_while_nobody_reads(launch, tmp_path, kind):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
@@ -270,6 +272,7 @@ def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_
             check_bound("F13-TERM after the ranks' end", job.ended - sent, 0.5)
 
 
+@pytest.mark.slow
 def test_a_reader_that_comes_back_while_the_job_ends_gets_the_report(launch, tmp_path):
     with unread("terminal", tmp_path) as (prefix, reader):
         job = start(launch, prefix, "terminal", options=("--grace", "60"))

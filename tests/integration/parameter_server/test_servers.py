@@ -234,6 +234,7 @@ print("exact", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encryption", "server"),
     [

@@ -66,6 +66,7 @@ def idles():
     return sv.all_reduce(1)
 
 
+@pytest.mark.slow
 def test_places_are_used_again_and_nothing_of_a_rank_stays_in_them(engine):
     kept = Kept()
     try:

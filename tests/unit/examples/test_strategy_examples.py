@@ -39,6 +39,7 @@ def test_modes_count_events_each_in_their_way(capsys):
     }
 
 
+@pytest.mark.slow
 def test_digits_ends_with_equal_bits_for_1_2_3_and_5_workers():
     data = digits.load()
 

@@ -92,6 +92,7 @@ def test_the_ring_holds_the_last():
     assert as_record(Recorder().record()).is_whole
 
 
+@pytest.mark.slow
 def test_threads_may_add_while_another_reads():
     recorder, over = Recorder(), threading.Event()
 
