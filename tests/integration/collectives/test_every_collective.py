@@ -32,10 +32,7 @@ def test_every_collective(launch, workers, transport):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "hosts"),
-    [
-        (3, 2),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 2), (4, 2), (5, 3), (7, 3)]),
-    ],
+    [(3, 2), (2, 2), (4, 2), (5, 3), (7, 3)],
 )
 def test_every_collective_over_hosts(launch, workers, hosts):
     job = launch(

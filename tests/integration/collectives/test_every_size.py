@@ -5,7 +5,6 @@ import pytest
 from tests.support.paths import RANK_SCRIPTS
 
 SCRIPT = RANK_SCRIPTS / "every_size.py"
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.slow
@@ -13,10 +12,10 @@ SLOW = pytest.mark.slow
     ("workers", "servers", "hosts", "encryption", "few"),
     [
         (4, 2, 2, "required", True),
-        pytest.param(4, 2, 2, "control-only", False, marks=SLOW),
-        pytest.param(3, 3, 2, "required", False, marks=SLOW),
-        pytest.param(4, 3, 3, "required", False, marks=SLOW),
-        pytest.param(5, 2, 3, "control-only", False, marks=SLOW),
+        (4, 2, 2, "control-only", False),
+        (3, 3, 2, "required", False),
+        (4, 3, 3, "required", False),
+        (5, 2, 3, "control-only", False),
     ],
 )
 def test_arrays_of_all_sizes_are_right_on_fake_hosts(

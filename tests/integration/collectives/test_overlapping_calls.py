@@ -205,7 +205,7 @@ for _ in range(40):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [pytest.param("auto", marks=pytest.mark.slow), "python"])
+@pytest.mark.parametrize("kernel", ["auto", "python"])
 def test_calls_started_while_the_progress_thread_looks_at_the_earlier_ones(launch, kernel):
     job = launch(STARTED_MEANWHILE, env={"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)

@@ -235,16 +235,11 @@ probe.note("over", made=made[0], said=sorted({one.partition(" on rank")[2][:60] 
     ("mode", "kernel"),
     [
         ("uneven", "auto"),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (
-                ("short", "auto"),
-                ("short", "python"),
-                ("long", "auto"),
-                ("long", "python"),
-                ("uneven", "python"),
-            )
-        ),
+        ("short", "auto"),
+        ("short", "python"),
+        ("long", "auto"),
+        ("long", "python"),
+        ("uneven", "python"),
     ],
 )
 def test_a_handlers_call_is_made_or_refused_wherever_it_strikes(launch, mode, kernel):

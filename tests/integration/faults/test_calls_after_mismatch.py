@@ -320,7 +320,7 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", ["auto", "zmq"])
 def test_deadlocks_of_ranks_with_several_threads(launch, path):
     env = {"SYNCVAR_TRANSPORT": path, "SYNCVAR_REPORT_AFTER_S": "0.02"}
     job = launch(THREADS, workers=2, env=env | {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"})

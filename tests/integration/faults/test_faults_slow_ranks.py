@@ -43,7 +43,7 @@ except sv.SyncvarError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["auto", "zmq"])
 def test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced(launch, transport):
     job = launch(
         WOKEN, workers=3, env={"SYNCVAR_TRANSPORT": transport, "SYNCVAR_ABORT_GRACE_S": "20"}
@@ -94,19 +94,15 @@ probe.note("right")
 """
 
 
-def _long(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "hosts", "stopped_s"),
     [
         ("zmq", 2, 2.0),
-        _long("zmq", 1, 4.0),
-        _long("auto", 1, 4.0),
-        _long("zmq", 2, 4.0),
-        _long("auto", 2, 4.0),
+        ("zmq", 1, 4.0),
+        ("auto", 1, 4.0),
+        ("zmq", 2, 4.0),
+        ("auto", 2, 4.0),
     ],
 )
 def test_f07_a_rank_that_is_stopped_answers_new_links_when_it_goes_on(
@@ -157,7 +153,7 @@ except Exception as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["idle", pytest.param("busy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["idle", "busy"])
 def test_f10_a_rank_that_holds_pythons_lock(launch, how):
     job = launch(HOLDING, workers=3, arguments=[how], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "3.5"})
     assert job.wait() == 70, str(job)

@@ -86,7 +86,7 @@ def kinds(*in_the_default_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", kinds("pipe"))
+@pytest.mark.parametrize("kind", kinds())
 def test_f03_rank_killed_while_nobody_reads(launch, tmp_path, kind):
     with unread(kind, tmp_path) as (prefix, _):
         job = start(launch, prefix, kind, workers=3)
@@ -104,15 +104,7 @@ def test_f03_rank_killed_while_nobody_reads(launch, tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [
-        pytest.param(
-            kind,
-            number,
-            marks=() if (kind, number) == ("pipe", 15) else pytest.mark.slow,
-        )
-        for kind in ("pipe", "terminal", "error")
-        for number in (15, 2)
-    ],
+    [(kind, number) for kind in ("pipe", "terminal", "error") for number in (15, 2)],
 )
 def test_f13_launcher_told_to_end_while_nobody_reads(launch, tmp_path, kind, number):
     with unread(kind, tmp_path) as (prefix, _):

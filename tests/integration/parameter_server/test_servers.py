@@ -239,9 +239,9 @@ print("exact", flush=True)
     ("encryption", "server"),
     [
         ("required", 0),
-        pytest.param("required", 1, marks=pytest.mark.slow),
-        pytest.param("control-only", 0, marks=pytest.mark.slow),
-        pytest.param("control-only", 1, marks=pytest.mark.slow),
+        ("required", 1),
+        ("control-only", 0),
+        ("control-only", 1),
     ],
 )
 def test_long_arrays_are_exact_over_hosts_when_a_server_is_killed(launch, encryption, server):
