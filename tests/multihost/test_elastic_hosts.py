@@ -181,7 +181,6 @@ def await_begun(job, size, count=1):
     await_true(ask, what=f"{count} generations of {size} workers")
 
 
-@pytest.mark.nightly
 def test_digits_trains_the_same_weights_while_hosts_come_and_go(own_hosts, tmp_path):
     """The example of the documentation: a host comes, the way to one is cut, and one is left in order."""
     script = tmp_path / "discover"
